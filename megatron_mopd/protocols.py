@@ -1,0 +1,85 @@
+"""What a backend must do. Each protocol has more than one implementation and one contract suite (tests/contract)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megatron_mopd.types import Outcome, Prompt, Segment, Trajectory
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Continue `token_ids` by at most `max_new_tokens` tokens, ending early at (and including) a stop id."""
+
+    trajectory_id: str
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Score every response token after the teacher's prompt, observations included; masks are applied in training."""
+
+    trajectory_id: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+
+
+class RolloutEngine(Protocol):
+    """Samples from the student. Temperature and top-p are fixed at construction (config.rollout)."""
+
+    weight_version: int
+
+    async def generate(self, request: SampleRequest) -> Segment:
+        """Return the sampled tokens with the log-prob of each under softmax(logits / temperature)."""
+        ...
+
+    async def update_weights(self, folder: Path, weight_version: int) -> None:
+        """Load the Hugging Face folder that the trainer exported; later segments carry `weight_version`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class TeacherScorer(Protocol):
+    """Prefills finished trajectories with frozen teachers."""
+
+    async def score(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
+        """Return float32 log-probs [R] per request, one per response token, finite, at the student's temperature."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the environment answers to a sampled stretch: tokens to append (may be empty), and whether it is over."""
+
+    token_ids: tuple[int, ...]
+    done: bool
+
+
+class Environment(Protocol):
+    """One instance per trajectory, made from the prompt. See `rollout/environments.py` for the single-turn one."""
+
+    stop_token_ids: tuple[int, ...]
+
+    async def step(self, token_ids: tuple[int, ...]) -> Observation:
+        """Take the tokens sampled since the last observation."""
+        ...
+
+    async def score(self, trajectory: Trajectory) -> Outcome:
+        """Verify the finished trajectory."""
+        ...
+
+
+class EnvironmentFactory(Protocol):
+    """The class named in `environments.<name>.factory`: called with the prompt, the tokenizer and the `options` table."""
+
+    def __call__(self, prompt: Prompt, tokenizer: object, **options: object) -> Environment: ...

@@ -1,0 +1,211 @@
+"""The types that flow round the loop. Lengths are checked where they are made; nothing is padded or trimmed to fit.
+
+Torch-free: arrays are numpy. `Batch` is the columnar form in which a graded batch is stored and trained on.
+
+Shape suffixes: R response tokens, N tokens of all rows together, n rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Cell(NamedTuple):
+    """A (domain, effort) pair: the key of a teacher, and of every table that the project prints."""
+
+    domain: str
+    effort: str
+
+    def __str__(self) -> str:
+        return f"{self.domain}/{self.effort}"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as read from a file, with the effort that was drawn for it.
+
+    Example: Prompt("gen-17", "general", "low", "sums", messages=({"role": "user", "content": "1 + 1"},), label="2")
+    """
+
+    id: str
+    domain: str
+    effort: str
+    environment: str
+    messages: tuple[Mapping[str, Any], ...]
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.domain, self.effort)
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt as token ids: the student reads the effort level, the teacher of the cell does not (eq. 15)."""
+
+    prompt: Prompt
+    student_ids: tuple[int, ...]
+    teacher_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One uninterrupted stretch of sampling (mask 1, with log-probs), or an observation (mask 0, log-probs 0).
+
+    Example: Segment.observation([7, 8]) masks two tokens that a tool returned.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    loss_mask: tuple[bool, ...]
+    weight_version: int
+    finish_reason: str = "stop"  # stop | length | abort | observation
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.loss_mask):
+            raise ValueError(
+                f"segment has {len(self.token_ids)} token ids, {len(self.logprobs)} log-probs, {len(self.loss_mask)} masks"
+            )
+
+    @classmethod
+    def observation(cls, token_ids: Sequence[int], weight_version: int = 0) -> Segment:
+        n = len(token_ids)
+        return cls(tuple(token_ids), (0.0,) * n, (False,) * n, weight_version, "observation")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the environment's verifier says: `reward` for the answer alone, and the tokens spent against the cell's budget."""
+
+    reward: float
+    spent_tokens: int
+    budget_tokens: int
+
+    @property
+    def reward_within_budget(self) -> float:
+        return self.reward if self.spent_tokens <= self.budget_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The append-only token log of one sample. `id` is stable over interruptions."""
+
+    id: str
+    prompt: RenderedPrompt
+    segments: tuple[Segment, ...]
+    finish_reason: str  # stop | length
+    outcome: Outcome | None = None
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        return np.concatenate([np.asarray(s.token_ids, np.int32) for s in self.segments] or [np.zeros(0, np.int32)])
+
+    @property
+    def rollout_logprobs(self) -> np.ndarray:
+        return np.concatenate([np.asarray(s.logprobs, np.float32) for s in self.segments] or [np.zeros(0, np.float32)])
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        return np.concatenate([np.asarray(s.loss_mask, bool) for s in self.segments] or [np.zeros(0, bool)])
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        return np.concatenate(
+            [np.full(len(s.token_ids), s.weight_version, np.int32) for s in self.segments] or [np.zeros(0, np.int32)]
+        )
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A trajectory with one log-probability per response token from the teacher of its cell."""
+
+    trajectory: Trajectory
+    teacher: str
+    teacher_logprobs: np.ndarray  # [R] float32
+
+    def __post_init__(self) -> None:
+        want, got = len(self.trajectory.response_ids), len(self.teacher_logprobs)
+        if want != got:
+            raise ValueError(
+                f"teacher {self.teacher} returned {got} log-probs for the {want} response tokens of {self.trajectory.id}"
+            )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of tokens in columns: prompt and response of each row back to back, all per-token columns of length N.
+
+    `loss_mask` is token-aligned: True where the token was sampled by the student (or demonstrated) and is trained on.
+    Log-probs are those of the token at the same index, 0 outside the mask. Columns that an objective does not use are 0.
+    """
+
+    offsets: np.ndarray  # [n + 1] int64
+    cell: np.ndarray  # [n] int32, index into `cells`
+    token_ids: np.ndarray  # [N] int32
+    loss_mask: np.ndarray  # [N] bool
+    rollout_logprobs: np.ndarray  # [N] float32
+    teacher_logprobs: np.ndarray  # [N] float32
+    weight_version: np.ndarray  # [N] int32
+    cells: tuple[Cell, ...]
+
+    def __post_init__(self) -> None:
+        n, total = len(self.offsets) - 1, int(self.offsets[-1])
+        if len(self.cell) != n:
+            raise ValueError(f"batch has {n} rows and {len(self.cell)} cell indices")
+        for name in TOKEN_COLUMNS:
+            if len(getattr(self, name)) != total:
+                raise ValueError(f"batch column {name} has {len(getattr(self, name))} entries for {total} tokens")
+
+    def __len__(self) -> int:
+        return len(self.cell)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, prompt included, [n]."""
+        return np.diff(self.offsets)
+
+    @property
+    def loss_tokens(self) -> np.ndarray:
+        """Trained tokens |y| of each row, [n]. The first token of a row has no context and never counts."""
+        return np.array([self.loss_mask[a + 1 : b].sum() for a, b in zip(self.offsets, self.offsets[1:], strict=False)])
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The given rows, in the given order."""
+        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in rows]
+        columns = {
+            name: np.concatenate([getattr(self, name)[s] for s in spans] or [getattr(self, name)[:0]]) for name in TOKEN_COLUMNS
+        }
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[list(rows)])]).astype(np.int64)
+        return Batch(offsets=offsets, cell=self.cell[list(rows)], cells=self.cells, **columns)
+
+    @classmethod
+    def from_graded(cls, graded: Sequence[Graded], cells: Sequence[Cell]) -> Batch:
+        index = {cell: i for i, cell in enumerate(cells)}
+        rows = []
+        for g in graded:
+            t = g.trajectory
+            prompt_ids = np.asarray(t.prompt.student_ids, np.int32)
+            before = len(prompt_ids)
+            rows.append(
+                {
+                    "token_ids": np.concatenate([prompt_ids, t.response_ids]),
+                    "loss_mask": np.concatenate([np.zeros(before, bool), t.loss_mask]),
+                    "rollout_logprobs": np.concatenate([np.zeros(before, np.float32), t.rollout_logprobs]),
+                    "teacher_logprobs": np.concatenate([np.zeros(before, np.float32), g.teacher_logprobs.astype(np.float32)]),
+                    "weight_version": np.concatenate([np.zeros(before, np.int32), t.weight_versions]),
+                }
+            )
+        return cls(
+            offsets=np.concatenate([[0], np.cumsum([len(r["token_ids"]) for r in rows])]).astype(np.int64),
+            cell=np.array([index[g.trajectory.prompt.prompt.cell] for g in graded], np.int32),
+            cells=tuple(cells),
+            **{name: np.concatenate([r[name] for r in rows]) for name in TOKEN_COLUMNS},
+        )
+
+
+TOKEN_COLUMNS = tuple(f.name for f in fields(Batch) if f.name not in ("offsets", "cell", "cells"))
