@@ -178,7 +178,8 @@ class Batch:
         """The given rows, in the given order."""
         spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in rows]
         columns = {
-            name: np.concatenate([getattr(self, name)[s] for s in spans] or [getattr(self, name)[:0]]) for name in TOKEN_COLUMNS
+            name: np.concatenate([getattr(self, name)[s] for s in spans] or [getattr(self, name)[:0]])
+            for name in TOKEN_COLUMNS
         }
         offsets = np.concatenate([[0], np.cumsum(self.lengths[list(rows)])]).astype(np.int64)
         return Batch(offsets=offsets, cell=self.cell[list(rows)], cells=self.cells, **columns)
@@ -196,7 +197,9 @@ class Batch:
                     "token_ids": np.concatenate([prompt_ids, t.response_ids]),
                     "loss_mask": np.concatenate([np.zeros(before, bool), t.loss_mask]),
                     "rollout_logprobs": np.concatenate([np.zeros(before, np.float32), t.rollout_logprobs]),
-                    "teacher_logprobs": np.concatenate([np.zeros(before, np.float32), g.teacher_logprobs.astype(np.float32)]),
+                    "teacher_logprobs": np.concatenate(
+                        [np.zeros(before, np.float32), g.teacher_logprobs.astype(np.float32)]
+                    ),
                     "weight_version": np.concatenate([np.zeros(before, np.int32), t.weight_versions]),
                 }
             )
@@ -209,3 +212,48 @@ class Batch:
 
 
 TOKEN_COLUMNS = tuple(f.name for f in fields(Batch) if f.name not in ("offsets", "cell", "cells"))
+
+
+@dataclass(frozen=True)
+class CellMetrics:
+    """What one update saw of one cell. Means are over `tokens`, the trained tokens; 0.0 where there are none."""
+
+    trajectories: int
+    tokens: int
+    reverse_kl: float
+    """Mean of student - teacher log-probs before clipping; 0 for an objective without a teacher."""
+    clip_fraction: float
+    """Share of tokens whose log-ratio lies outside +-R_max."""
+    entropy: float
+    """Of the student over the whole vocabulary at the sampling temperature, in nats."""
+    mismatch: float
+    """Mean of |trainer - rollout| log-probs of the same weights; 0 for demonstrations."""
+    mismatch_max: float
+    masked_tokens: int
+    """Tokens that were left out because the teacher's log-prob was not finite; not part of `tokens`."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The outcome of one `Learner.update`, the same on every rank. `step` counts from 1."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    num_tokens: int
+    """Tokens of the batch, prompts included."""
+    num_micro_batches: int
+    """Of each data-parallel rank."""
+    cells: Mapping[Cell, CellMetrics]
+    """Cells with a trajectory in the batch, in the batch's order."""
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(c.tokens for c in self.cells.values())
+
+    def mean(self, name: str) -> float:
+        """Token mean over all cells of reverse_kl, clip_fraction, entropy or mismatch."""
+        total = sum(getattr(c, name) * c.tokens for c in self.cells.values())
+        return total / max(1, self.loss_tokens)
