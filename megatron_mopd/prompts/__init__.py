@@ -1,0 +1,1 @@
+"""Step 1, DRAW: prompt files, the seeded mixture over (domain, effort), and rendering to token ids."""

@@ -1,0 +1,103 @@
+"""The driver's loop: draw, sample, route, score, in a process of its own.
+
+    for each step:  prompts -> trajectories -> teacher of (domain, effort) -> one log-prob per token -> trajectory store
+
+Rank 0 of the trainer starts it (`link.DriverProcess`) and asks for one step at a time; it ends when the trainer's end of the
+socket closes. Promise: the batch of a step follows from the configuration, the step and the weights alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_mopd import build
+from megatron_mopd.config import load_config
+from megatron_mopd.errors import UserError
+from megatron_mopd.link import Link, StepRequest
+from megatron_mopd.rollout.sampler import sample
+from megatron_mopd.types import Graded, Trajectory
+
+
+class Driver:
+    """The four steps of the loop that need no gradient."""
+
+    def __init__(self, parts: build.DriverParts) -> None:
+        self.parts = parts
+
+    async def step(self, request: StepRequest) -> None:
+        """Put the graded batch of `request.step`, sampled from `request.weights`, into the store."""
+        p, start = self.parts, time.monotonic()
+        await p.engine.update_weights(Path(request.weights), request.weight_version)
+        synced = time.monotonic()
+        prompts = p.renderer.render(p.source.draw(request.step))  # 1 DRAW
+        async for trajectory in sample(prompts, p.sampling, suffix=f"@{request.step}"):  # 2 SAMPLE
+            teacher = p.router.route(trajectory.prompt.prompt.cell)  # 3 ROUTE
+            p.lanes[teacher].submit(trajectory)  # 4 SCORE, from now on, behind the sampling of the others
+        sampled = time.monotonic()
+        graded = [g for lane in p.lanes.values() for g in await lane.drain()]
+        seconds = {"load": synced - start, "sample": sampled - synced, "score": time.monotonic() - sampled}
+        p.store.write(request.step, graded, p.cells, rollout_metrics(graded, seconds))
+
+
+def rollout_metrics(graded: list[Graded], seconds: dict[str, float]) -> dict[str, Any]:
+    """What the driver knows of a step: means per cell, and wall seconds (score: the wait after sampling had ended)."""
+    by_cell: dict[str, list[Trajectory]] = {}
+    for g in graded:
+        by_cell.setdefault(str(g.trajectory.prompt.prompt.cell), []).append(g.trajectory)
+    return {"cells": {cell: _cell_metrics(ts) for cell, ts in by_cell.items()}, "seconds": seconds}
+
+
+def _cell_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    outcomes = [t.outcome for t in trajectories if t.outcome is not None]
+    return {
+        "trajectories": len(trajectories),
+        "reward": float(np.mean([o.reward for o in outcomes])),
+        "reward_within_budget": float(np.mean([o.reward_within_budget for o in outcomes])),
+        "spent_tokens": float(np.mean([o.spent_tokens for o in outcomes])),
+        "response_tokens": float(np.mean([len(t.response_ids) for t in trajectories])),
+        "truncated_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+    }
+
+
+async def serve(driver: Driver, link: Link) -> None:
+    """Answer step requests until the trainer hangs up; a step that cannot be made is answered with its reason."""
+    try:
+        while (request := await link.receive()) is not None:
+            if not driver.parts.store.has(request.step):
+                try:
+                    await driver.step(request)
+                except UserError as error:
+                    await link.reply(request.step, error=str(error))
+                    continue
+            await link.reply(request.step)
+    finally:
+        await driver.parts.engine.close()
+        await driver.parts.scorer.close()
+
+
+def main() -> None:
+    """`python -m megatron_mopd.driver RUN_FOLDER SOCKET_FD`: started by rank 0, not by hand."""
+    run_folder, fd = Path(sys.argv[1]), int(sys.argv[2])
+    config = load_config([run_folder / "config.yaml"])
+
+    async def run() -> None:
+        link = await Link.open(fd)
+        watch = asyncio.create_task(link.closed())
+        work = asyncio.create_task(serve(Driver(build.driver_parts(config)), link))
+        await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+        os._exit(0)  # the trainer is gone: do not wait for a worker thread in the middle of a batch
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

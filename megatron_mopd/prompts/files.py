@@ -1,0 +1,69 @@
+"""Read prompt files: JSONL, one prompt a line.
+
+    {"id": "gen-17", "domain": "general", "environment": "sums", "messages": [{"role": "user", "content": "1 + 1"}], "label": "2"}
+
+`effort` restricts a prompt to one effort level; without it every level may be drawn for it. `label` and `metadata` are the
+environment's own. A line that is not such an object is refused with its file and number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_mopd.errors import UserError
+from megatron_mopd.types import Prompt
+
+REQUIRED = ("id", "domain", "environment", "messages")
+OPTIONAL = ("effort", "label", "metadata")
+
+
+def read_prompts(files: Iterable[Path]) -> list[Prompt]:
+    """All prompts of the files in order; `effort` is "" where a line leaves it open. Ids are unique over the files."""
+    prompts: list[Prompt] = []
+    seen: dict[str, str] = {}
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"prompt file {file} does not exist; see prompts.files")
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{file}:{number}"
+                prompt = _parse(line, where)
+                if prompt.id in seen:
+                    raise UserError(f"{where}: prompt id {prompt.id!r} was already used at {seen[prompt.id]}")
+                seen[prompt.id] = where
+                prompts.append(prompt)
+    return prompts
+
+
+def _parse(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not a JSON object: {error.msg}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object but a {type(row).__name__}")
+    for name in REQUIRED:
+        if not row.get(name):
+            raise UserError(f"{where}: no {name!r}; a prompt needs {', '.join(REQUIRED)}")
+    unknown = sorted(row.keys() - {*REQUIRED, *OPTIONAL})
+    if unknown:
+        raise UserError(f"{where}: unknown key {unknown[0]!r}; put your own values under 'metadata'")
+    for name in ("id", "domain", "environment"):
+        if not isinstance(row[name], str):
+            raise UserError(f"{where}: {name!r} must be a string, not {row[name]!r}")
+    messages = row["messages"]
+    if not (isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)):
+        raise UserError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+    return Prompt(
+        id=row["id"],
+        domain=row["domain"],
+        effort=row.get("effort") or "",
+        environment=row["environment"],
+        messages=tuple(messages),
+        label=row.get("label"),
+        metadata=row.get("metadata") or {},
+    )

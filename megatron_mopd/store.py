@@ -1,0 +1,106 @@
+"""The trajectory store: where the driver's loop and the trainer's loop meet.
+
+One folder per step, `RUN/trajectories/step_00000012/`: `batch.safetensors` (the columns of types.Batch), `rows.jsonl` (one
+readable line per trajectory) and `rollout.json` (the driver's metrics). A folder appears whole, by rename, or not at all.
+
+The file knows no parallel layout: each rank opens it and reads the rows that it trains on, so nothing large passes through
+rank 0 and a recorded batch can be trained again at any layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from megatron_mopd.types import TOKEN_COLUMNS, Batch, Cell, Graded
+
+
+class StoredBatch:
+    """A batch on disk with the interface of types.Batch; `select` reads only the rows asked for."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = safe_open(str(file), framework="numpy")
+        self.cells = tuple(Cell(*cell) for cell in json.loads(self._file.metadata()["cells"]))
+        self.offsets: np.ndarray = self._file.get_tensor("offsets")
+        self.cell: np.ndarray = self._file.get_tensor("cell")
+        self.loss_tokens: np.ndarray = self._file.get_tensor("loss_tokens")
+        self.lengths: np.ndarray = np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.cell)
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        chosen = np.asarray(rows, np.int64)
+        columns = {}
+        for name in TOKEN_COLUMNS:
+            column = self._file.get_slice(name)
+            parts = [column[int(self.offsets[i]) : int(self.offsets[i + 1])] for i in chosen]
+            columns[name] = np.concatenate(parts or [column[0:0]])
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[chosen])]).astype(np.int64)
+        return Batch(offsets=offsets, cell=self.cell[chosen], cells=self.cells, **columns)
+
+
+class TrajectoryStore:
+    def __init__(self, run_folder: Path) -> None:
+        self._folder = run_folder / "trajectories"
+
+    def folder(self, step: int) -> Path:
+        return self._folder / f"step_{step:08d}"
+
+    def has(self, step: int) -> bool:
+        return self.folder(step).is_dir()
+
+    def write(self, step: int, graded: Sequence[Graded], cells: Sequence[Cell], rollout: Mapping[str, Any]) -> None:
+        """Write the graded batch of `step` with the driver's metrics; replaces nothing that is already there."""
+        partial = self.folder(step).with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_batch(partial / "batch.safetensors", Batch.from_graded(graded, cells))
+        with (partial / "rows.jsonl").open("w") as rows:
+            rows.writelines(json.dumps(_row(g)) + "\n" for g in graded)
+        (partial / "rollout.json").write_text(json.dumps(rollout))
+        os.rename(partial, self.folder(step))
+
+    def read(self, step: int) -> StoredBatch:
+        return StoredBatch(self.folder(step) / "batch.safetensors")
+
+    def rollout(self, step: int) -> dict[str, Any]:
+        return json.loads((self.folder(step) / "rollout.json").read_text())
+
+    def cut(self, step: int) -> None:
+        """Forget the batches of `step` and later: a resumed run samples them again."""
+        for folder in sorted(self._folder.glob("step_*")):
+            if int(folder.name.removeprefix("step_").removesuffix(".partial")) >= step:
+                shutil.rmtree(folder)
+
+
+def write_batch(file: Path, batch: Batch) -> None:
+    columns = {name: getattr(batch, name) for name in (*TOKEN_COLUMNS, "offsets", "cell", "loss_tokens")}
+    columns["loss_tokens"] = np.asarray(columns["loss_tokens"], np.int64)
+    save_file(columns, file, metadata={"cells": json.dumps(batch.cells)})
+
+
+def _row(graded: Graded) -> dict[str, Any]:
+    t = graded.trajectory
+    outcome = t.outcome
+    return {
+        "id": t.id,
+        "prompt": t.prompt.prompt.id,
+        "domain": t.prompt.prompt.domain,
+        "effort": t.prompt.prompt.effort,
+        "teacher": graded.teacher,
+        "finish_reason": t.finish_reason,
+        "segments": len(t.segments),
+        "response_tokens": len(t.response_ids),
+        "reward": outcome and outcome.reward,
+        "spent_tokens": outcome and outcome.spent_tokens,
+        "budget_tokens": outcome and outcome.budget_tokens,
+    }
