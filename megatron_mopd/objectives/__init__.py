@@ -1,0 +1,18 @@
+"""Objectives: the mathematics of an update, in pure torch. A group is passed in where ranks share a vocabulary.
+
+`build_objective` turns `config.objective` into an Objective; the learner does not know which one runs.
+"""
+
+from megatron_mopd import config
+from megatron_mopd.objectives.mopd import Mopd
+from megatron_mopd.objectives.objective import Objective
+from megatron_mopd.objectives.sft import Sft
+
+
+def build_objective(options: config.Objective) -> Objective:
+    """The objective of `options.name`."""
+    match options.name:
+        case "mopd":
+            return Mopd(options.r_max)
+        case "sft":
+            return Sft()

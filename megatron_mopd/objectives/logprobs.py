@@ -1,0 +1,72 @@
+"""Log-probability of a token from vocabulary-parallel logits, and the entropy of its distribution.
+
+No rank holds a full row of logits: each has a contiguous slice of the columns, and slices may differ in width (padded
+columns are left out by the caller).
+
+    log p(y) = z_y - log sum_u exp(z_u)         entropy = log sum_u exp(z_u) - sum_u p_u z_u
+
+Shape suffixes: T packed tokens, v this rank's slice of the vocabulary.
+Promises (tests/parity/test_logprobs.py): equal to log_softmax for any number of ranks, in value and gradient; float32
+inside; two all-reduces forward (a maximum, then three sums in one) and none backward; one float32 [T, v] buffer is
+kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def vocab_parallel_logprobs(
+    logits_Tv: Tensor, target_T: Tensor, vocab_start: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Return (log p(target), entropy), both [T] float32 and the same on every rank of `group`.
+
+    `vocab_start` is the vocabulary index of this rank's first column; a slice may be empty. `group` is None where one
+    rank holds the vocabulary. Gradients flow from the log-probs to `logits_Tv`; the entropy carries none. A target
+    outside the vocabulary has no owner, and the caller must not pass one.
+    """
+    return _VocabParallelLogprobs.apply(logits_Tv, target_T, vocab_start, group)
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_Tv: Tensor, target_T: Tensor, vocab_start: int, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
+        v = logits_Tv.shape[-1]
+        logits_Tv = logits_Tv.float()
+        max_T = logits_Tv.amax(dim=-1) if v else logits_Tv.new_full(target_T.shape, -torch.inf)
+        _all_reduce(max_T, dist.ReduceOp.MAX, group)
+        shifted_Tv = logits_Tv - max_T[:, None]
+
+        local_T = target_T - vocab_start
+        owned_T = (local_T >= 0) & (local_T < v)
+        local_T = local_T.where(owned_T, 0)
+        exp_Tv = shifted_Tv.exp()
+        picked_T = shifted_Tv.gather(-1, local_T[:, None]).squeeze(-1) if v else torch.zeros_like(max_T)
+        sums_3T = torch.stack([picked_T.where(owned_T, 0.0), exp_Tv.sum(-1), torch.linalg.vecdot(exp_Tv, shifted_Tv)])
+        _all_reduce(sums_3T, dist.ReduceOp.SUM, group)
+
+        target_logit_T, sum_exp_T, weighted_T = sums_3T
+        log_sum_T = sum_exp_T.log()
+        ctx.save_for_backward(exp_Tv.div_(sum_exp_T[:, None]), local_T, owned_T)
+        entropy_T = log_sum_T - weighted_T / sum_exp_T
+        ctx.mark_non_differentiable(entropy_T)
+        return target_logit_T - log_sum_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax_Tv, local_T, owned_T = ctx.saved_tensors
+        grad_Tv = softmax_Tv * -grad_T[:, None]
+        if grad_Tv.shape[-1]:
+            grad_Tv.scatter_add_(-1, local_T[:, None], grad_T.where(owned_T, 0.0)[:, None])
+        return grad_Tv, None, None, None
+
+
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    if group is not None and group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)

@@ -1,0 +1,47 @@
+"""What an objective is: detached log-probs in, one coefficient per token out. The loss is sum_t coefficient_t *
+logprob_t.
+
+Because the coefficient is detached, the gradient of the loss is sum_t coefficient_t * grad logprob_t: a policy
+gradient whose reward is a fixed number (eq. 15 of Kimi K3), or cross-entropy. A coefficient holds the normaliser of
+the whole batch (normalisation.py), so contributions of micro-batches and ranks are added, never averaged.
+
+Shape suffix: T packed tokens, each column aligned with the token that is predicted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class TokenColumns(NamedTuple):
+    """What is known of each target token before the forward pass, from the stored batch."""
+
+    loss_mask_T: Tensor
+    """bool: sampled by the student (or demonstrated)."""
+    weight_T: Tensor
+    """float32: the normaliser of the token's row, see normalisation.py."""
+    rollout_logprobs_T: Tensor
+    teacher_logprobs_T: Tensor
+
+
+class TokenTerms(NamedTuple):
+    """What an objective says of each token. Log-prob differences are 0 outside `trained_T`."""
+
+    coefficient_T: Tensor
+    """float32, no gradient, 0 outside `trained_T`."""
+    trained_T: Tensor
+    """bool: in the mask and finite."""
+    reverse_kl_T: Tensor
+    """student - teacher, not clipped; 0 for an objective without a teacher."""
+    clipped_T: Tensor
+    """bool: the log-ratio lies outside its bound."""
+    mismatch_T: Tensor
+    """trainer - rollout; 0 for demonstrations."""
+
+
+class Objective(Protocol):
+    def __call__(self, student_logprobs_T: Tensor, columns: TokenColumns) -> TokenTerms:
+        """`student_logprobs_T` is detached."""
+        ...
