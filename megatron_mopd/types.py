@@ -172,17 +172,17 @@ class Batch:
     @property
     def loss_tokens(self) -> np.ndarray:
         """Trained tokens |y| of each row, [n]. The first token of a row has no context and never counts."""
-        return np.array([self.loss_mask[a + 1 : b].sum() for a, b in zip(self.offsets, self.offsets[1:], strict=False)])
+        before = np.concatenate([[0], np.cumsum(self.loss_mask)])
+        return before[self.offsets[1:]] - before[np.minimum(self.offsets[:-1] + 1, self.offsets[1:])]
 
     def select(self, rows: Sequence[int]) -> Batch:
         """The given rows, in the given order."""
-        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in rows]
-        columns = {
-            name: np.concatenate([getattr(self, name)[s] for s in spans] or [getattr(self, name)[:0]])
-            for name in TOKEN_COLUMNS
-        }
-        offsets = np.concatenate([[0], np.cumsum(self.lengths[list(rows)])]).astype(np.int64)
-        return Batch(offsets=offsets, cell=self.cell[list(rows)], cells=self.cells, **columns)
+        picked = np.asarray(rows, np.int64)
+        lengths = self.lengths[picked]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        tokens = np.repeat(self.offsets[picked] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        columns = {name: getattr(self, name)[tokens] for name in TOKEN_COLUMNS}
+        return Batch(offsets=offsets, cell=self.cell[picked], cells=self.cells, **columns)
 
     @classmethod
     def from_graded(cls, graded: Sequence[Graded], cells: Sequence[Cell]) -> Batch:
