@@ -1,0 +1,65 @@
+# `make demo` and `make test` set themselves up: the first call makes $(VENV), later calls find it ready.
+#
+#   make demo [seed=N]        nine teachers into one student, on this machine
+#   make test [ARGS="-k x"]   the tests
+#   make check                lint, format, types, every example configuration
+#   make format               apply lint fixes and formatting
+#
+# PYTHON=python3.12           another interpreter (3.11 or newer)
+# VENV=/path                  an environment of yours: what it has and satisfies setup.py is kept
+# CONSTRAINTS=                no pinned versions (a machine with a GPU)
+# TORCH_INDEX=URL             where to look for a CPU-only torch first
+
+PYTHON ?= python3.11
+VENV ?= .venv
+CONSTRAINTS ?= constraints/cpu.txt
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+# Modules are compiled when first imported (--no-compile): that halves the time of the installation.
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check \
+	$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+DEMO := $(VENV)/.installed-demo
+DEV := $(VENV)/.installed-dev
+
+# Several ranks share the cores: one thread each, and the compiled modules kept between processes.
+export OMP_NUM_THREADS := 1
+unexport PYTHONDONTWRITEBYTECODE
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: demo test check format
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+demo: $(DEMO)
+	@$(BIN)/python -m examples.quickstart.demo $(if $(seed),seed=$(seed))
+
+test: $(DEV)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q tests/unit/test_config.py -k every_example
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "$(PYTHON) is absent, older than 3.11 or lacks the venv module: install Python 3.11 (Debian: python3.11-venv), or name another with PYTHON=..." >&2; exit 2; }
+	@echo "making $(VENV) (a minute or two, once)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(DEMO): setup.py $(CONSTRAINTS) | $(BIN)/python
+	@echo "installing into $(VENV)"
+	@$(INSTALL) -e '.[embedded]'
+	@touch $@
+
+$(DEV): setup.py $(CONSTRAINTS) | $(BIN)/python
+	@echo "installing into $(VENV), with what the tests and checks need"
+	@$(INSTALL) -e '.[embedded,wandb,dev]'
+	@touch $(DEMO) $@

@@ -1,0 +1,43 @@
+"""Packaging: what `pip install megatron_mopd` and its extras bring.
+
+Ranges only. The versions that the CPU quickstart and the tests are measured with are pinned in constraints/cpu.txt.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+EXTRAS = {
+    # Sampling and scoring inside the driver, without a server.
+    "embedded": ["transformers>=5.0,<6", "tokenizers", "jinja2"],
+    # Rollout and teachers behind SGLang servers.
+    "sglang": ["sglang>=0.5"],
+    # Transformer Engine layers. NVIDIA's apex is not on PyPI: the package of that name there is something else.
+    "gpu": ["transformer-engine[pytorch]>=2.9"],
+    "wandb": ["wandb>=0.20", "tensorboard>=2.16"],
+    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.14", "pyright[nodejs]>=1.1.400", "pre-commit>=4"],
+}
+
+setup(
+    name="megatron_mopd",
+    version="0.1.0",
+    description="Multi-teacher on-policy distillation on Megatron-Core",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_mopd*", "checkpoints_conversion*"]),
+    install_requires=[
+        "torch>=2.8",
+        "megatron-core>=0.16.1,<0.20",
+        "psutil",  # torch's and Megatron's checkpoint writers plan memory with it; without it saving hangs
+        "numpy>=1.26",
+        "safetensors>=0.5",
+        "pydantic>=2.7",
+        "pyyaml>=6",
+        "rich>=13",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["mopd = megatron_mopd.cli:main"]},
+)
