@@ -1,0 +1,101 @@
+"""The `mopd` command.
+
+    mopd train CONFIG [a.b=c ...]       train on this machine (launch.num_processes ranks)
+    mopd preflight CONFIG [a.b=c ...]   check everything that can be checked before a model is built
+    mopd eval CONFIG [a.b=c ...]        score SFT policy, teachers and RUN/student in every cell: RUN/summary.json
+    mopd report RUN                     write RUN/report.html and print the table
+
+CONFIG is one YAML file or more, later ones overlaying earlier ones; --print-config prints the resolved tree and stops.
+Bad input is one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_mopd.config import Config, load_config, split_arguments
+from megatron_mopd.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> None:
+    words = sys.argv[1:] if arguments is None else arguments
+    sys.exit(guarded(lambda: _dispatch(words)))
+
+
+def guarded(command: Callable[[], int | None]) -> int:
+    """Run a command; a UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    try:
+        return command() or 0
+    except UserError as error:
+        print(f"mopd: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("mopd: interrupted; the last checkpoint is kept, the same command continues from it", file=sys.stderr, flush=True)
+        return 130
+
+
+def read_config(words: list[str]) -> Config | None:
+    """The configuration that the words name; None if they ask only to print it."""
+    words, show = [w for w in words if w != "--print-config"], "--print-config" in words
+    unknown = [w for w in words if w.startswith("-")]
+    if unknown:
+        raise UserError(f"unknown option {unknown[0]}; options are written a.b=c")
+    files, overrides = split_arguments(words)
+    if not files:
+        raise UserError("name a config file")
+    config = load_config(files, overrides)
+    if show:
+        print(config.dump(), end="")
+    return None if show else config
+
+
+def _dispatch(words: list[str]) -> int | None:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(__doc__)
+        return None
+    name, rest = words[0], words[1:]
+    if name == "report":
+        return _report(rest)
+    commands = {"train": _train, "preflight": _preflight, "eval": _eval}
+    if name not in commands:
+        raise UserError(f"unknown command {name!r}; known: {', '.join([*commands, 'report'])}")
+    config = read_config(rest)
+    return None if config is None else commands[name](config, rest)
+
+
+def _train(config: Config, words: list[str]) -> int:
+    from megatron_mopd.preflight import preflight
+
+    print(preflight(config, config.launch.num_processes), flush=True)
+    from megatron_mopd.launch import launch
+
+    code = launch("megatron_mopd.train", words, config.launch.num_processes, config.run.folder)
+    if code == 130:
+        raise KeyboardInterrupt
+    return code
+
+
+def _preflight(config: Config, words: list[str]) -> None:
+    from megatron_mopd.preflight import preflight
+
+    print(preflight(config, config.launch.num_processes))
+
+
+def _eval(config: Config, words: list[str]) -> None:
+    from megatron_mopd.evaluate import evaluate_run
+
+    evaluate_run(config)
+
+
+def _report(words: list[str]) -> None:
+    if len(words) != 1:
+        raise UserError("usage: mopd report RUN_FOLDER")
+    from megatron_mopd.telemetry.report import write_report
+
+    print(write_report(Path(words[0])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Start the ranks of `mopd train` on this machine: torchrun's own launcher, called from Python so that exit codes survive.
+
+Rank 0 keeps the terminal; the output of the others goes to RUN/logs. A rank that stops with exit code 2 (bad input) makes
+`mopd` stop with 2, and no banner hides its line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+def launch(module: str, arguments: list[str], num_processes: int, run_folder: Path) -> int:
+    """Run `python -m module arguments` on `num_processes` ranks; return the exit code of the first rank that failed, or 0."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logs = run_folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id="mopd",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects={rank: Std.ALL for rank in range(1, num_processes)}),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0

@@ -1,0 +1,57 @@
+"""The trajectory store: what is written is what every rank reads, whatever rows it asks for."""
+
+import numpy as np
+import pytest
+
+from megatron_mopd.store import TrajectoryStore
+from megatron_mopd.types import TOKEN_COLUMNS, Batch, Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
+
+CELLS = (Cell("general", "low"), Cell("coding", "max"))
+
+
+def graded(k, cell):
+    rng = np.random.default_rng(k)
+    prompt = RenderedPrompt(Prompt(f"p{k}", *cell, "e", ()), tuple(rng.integers(0, 9, 3)), (1,))
+    n = int(rng.integers(0, 6))
+    sampled = Segment(tuple(rng.integers(0, 9, n)), tuple(-rng.random(n)), (True,) * n, weight_version=k)
+    segments = (sampled, Segment.observation((7, 8), k))
+    t = Trajectory(f"t{k}", prompt, segments, "stop", Outcome(1.0, n, 4))
+    return Graded(t, "teacher", -rng.random(n + 2).astype(np.float32))
+
+
+@pytest.fixture
+def written(tmp_path):
+    rows = [graded(k, CELLS[k % 2]) for k in range(9)]
+    store = TrajectoryStore(tmp_path)
+    store.write(4, rows, CELLS, {"cells": {}})
+    return store, Batch.from_graded(rows, CELLS)
+
+
+@pytest.mark.parametrize("rows", [[], [0], [8, 2, 5], list(range(9))])
+def test_any_rows_read_back_equal_the_batch_in_memory(written, rows):
+    store, batch = written
+    stored = store.read(4)
+    assert len(stored) == len(batch)
+    assert stored.cells == batch.cells
+    np.testing.assert_array_equal(stored.lengths, batch.lengths)
+    np.testing.assert_array_equal(stored.loss_tokens, batch.loss_tokens)
+    got, want = stored.select(rows), batch.select(rows)
+    for name in (*TOKEN_COLUMNS, "offsets", "cell"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+        assert getattr(got, name).dtype == getattr(want, name).dtype
+
+
+def test_a_step_is_there_whole_or_not_at_all(written, tmp_path):
+    store, _ = written
+    (tmp_path / "trajectories" / "step_00000005.partial").mkdir()
+    assert store.has(4)
+    assert not store.has(5)
+
+
+def test_cut_forgets_a_step_and_all_after_it(written):
+    store, _ = written
+    store.write(3, [graded(1, CELLS[0])], CELLS, {"cells": {}})
+    store.cut(4)
+    assert store.has(3)
+    assert not store.has(4)
+    assert not list(store.folder(4).parent.glob("*.partial"))
