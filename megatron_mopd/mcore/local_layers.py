@@ -1,0 +1,222 @@
+"""Layers that stand in for Transformer Engine's where it is absent, and the swap that puts them into a local spec.
+
+`LocalRMSNorm` accepts sequence parallelism, which upstream's WrappedTorchNorm refuses. `LocalCoreAttention` does what
+upstream's DotProductAttention refuses: context parallelism, packed (thd) sequences and MLA's head sizes. Packed
+sequences are padded to [n, S] inside the attention only, by one index map, so the cost is n * S^2 and never T^2.
+
+Promises (tests/parity/test_local_layers.py): equal to attention one sequence at a time, in value and gradient, for any
+lengths and context-parallel size; the index maps of a micro-batch are computed once, not once per layer.
+
+Shape suffixes: T packed tokens on this context-parallel rank, A those of all its ranks, n sequences, S longest
+sequence, s longest part of a sequence on this rank, h query heads, g key-value heads, d head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class LocalRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight is marked for the gradient sum over sequence-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore
+
+
+@dataclass(frozen=True)
+class PackedIndex:
+    """Where each packed token sits in the padded form, for queries (this rank's tokens) and keys (all ranks')."""
+
+    num_sequences: int
+    query_slot_T: Tensor
+    """Index into [n * s]."""
+    key_slot_A: Tensor
+    """Index into [n * S]; keys of all context-parallel ranks, rank after rank."""
+    position_T: Tensor
+    """Position of this rank's tokens in their sequences."""
+    max_query: int
+    max_key: int
+    mask_nsS: Tensor | None
+    """[n, 1, s, S], True where a query sees a key; None where plain causal masking says the same."""
+
+
+_INDEX_OF: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def packed_index(cu_seqlens: Tensor, cp_group: ProcessGroup) -> PackedIndex:
+    """The index maps of a micro-batch, kept while its `cu_seqlens` tensor lives (every layer is handed that one)."""
+    index = _INDEX_OF.get(cu_seqlens)
+    if index is None:
+        index = _INDEX_OF[cu_seqlens] = _packed_index(cu_seqlens.long(), cp_group.size(), cp_group.rank())
+    return index
+
+
+def _packed_index(cu_seqlens: Tensor, cp: int, cp_rank: int) -> PackedIndex:
+    """With cp > 1, every sequence is cut into 2 * cp equal chunks and rank r holds chunks r and 2 * cp - 1 - r."""
+    length_n = cu_seqlens.diff()
+    max_key = int(length_n.max())
+    positions = [_positions(length_n, cp, rank) for rank in range(cp)]
+    sequence_T = torch.repeat_interleave(length_n // cp)
+    key_slot_A = torch.cat([sequence_T * max_key + position for position in positions])
+    position_T = positions[cp_rank]
+    if cp == 1:
+        return PackedIndex(len(length_n), key_slot_A, key_slot_A, position_T, max_key, max_key, None)
+    max_query = max_key // cp
+    start_n = cu_seqlens[:-1] // cp
+    query_slot_T = sequence_T * max_query + torch.arange(len(sequence_T)) - start_n[sequence_T]
+    query_position = torch.zeros(len(length_n) * max_query, dtype=torch.long).index_copy(0, query_slot_T, position_T)
+    mask = query_position.view(-1, 1, max_query, 1) >= torch.arange(max_key)
+    return PackedIndex(len(length_n), query_slot_T, key_slot_A, position_T, max_query, max_key, mask)
+
+
+def _positions(length_n: Tensor, cp: int, cp_rank: int) -> Tensor:
+    """Position in its sequence of every token that a context-parallel rank holds, in its order."""
+    local_n = length_n // cp
+    sequence_T = torch.repeat_interleave(local_n)
+    offset_T = torch.arange(len(sequence_T)) - (local_n.cumsum(0) - local_n)[sequence_T]
+    if cp == 1:
+        return offset_T
+    chunk_T = length_n[sequence_T] // (2 * cp)
+    first, second = cp_rank * chunk_T, (2 * cp - 1 - cp_rank) * chunk_T
+    return torch.where(offset_T < chunk_T, first + offset_T, second + offset_T - chunk_T)
+
+
+class LocalCoreAttention(MegatronModule):
+    """Causal attention on torch's scaled_dot_product_attention; context-parallel ranks gather keys and values."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: object,  # k_channels, v_channels: read from the tensors; cp_comm_type: always gathered
+    ):
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        assert attention_type == "self"
+        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        self.cp_group = groups.cp
+        self.scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [T, h, d], key and value [T, g, d] -> [T, h * d]; not packed: [s, b, h, d] -> [s, b, h * d]."""
+        assert attention_bias is None
+        assert attention_mask is None, "the causal mask comes from the positions"
+        if self.config.multi_latent_attention and self.config.tensor_model_parallel_size > 1:
+            key = _sum_rope_gradient_over_tp(key, self.config.qk_pos_emb_head_dim)
+        if self.cp_group.size() > 1:
+            key, value = (gather_from_sequence_parallel_region(x, True, self.cp_group) for x in (key, value))
+        if packed_seq_params is None:
+            return self._unpacked(query, key, value)
+        return self._packed(query, key, value, packed_index(_bounds(packed_seq_params), self.cp_group))
+
+    def _packed(self, query_Thd: Tensor, key_Agd: Tensor, value_Agd: Tensor, index: PackedIndex) -> Tensor:
+        n = index.num_sequences
+        query = _pad(query_Thd, index.query_slot_T, n, index.max_query)
+        key, value = (_pad(x, index.key_slot_A, n, index.max_key) for x in (key_Agd, value_Agd))
+        out = self._attend(query, key, value, index.mask_nsS).transpose(1, 2)  # [n, s, h, d]
+        return out.flatten(0, 1).index_select(0, index.query_slot_T).flatten(1)
+
+    def _unpacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cp, mask = self.cp_group.size(), None
+        if cp > 1:
+            length = torch.tensor([key.shape[0]])
+            position_k = torch.cat([_positions(length, cp, rank) for rank in range(cp)])
+            mask = _positions(length, cp, self.cp_group.rank())[:, None] >= position_k
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self._attend(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[b, h, s, d], [b, g, S, d] -> [b, h, s, d]."""
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+
+
+def _bounds(packed: PackedSeqParams) -> Tensor:
+    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+
+
+def _pad(x_Thd: Tensor, slot_T: Tensor, n: int, length: int) -> Tensor:
+    """[T, h, d] -> [n, h, length, d] with zeros in the slots that no token has."""
+    padded = x_Thd.new_zeros(n * length, *x_Thd.shape[1:]).index_copy(0, slot_T, x_Thd)
+    return padded.unflatten(0, (n, length)).transpose(1, 2)
+
+
+def _sum_rope_gradient_over_tp(key: Tensor, rope_width: int) -> Tensor:
+    """Upstream's MLA over ColumnParallelLinear hands every rank the whole rotary key, shared by its heads, and splits
+    its gradient over tensor-parallel ranks without summing it (relative gradient error 1e-2, the loss unchanged)."""
+    rest, rope = key.split([key.shape[-1] - rope_width, rope_width], dim=-1)
+    return torch.cat([rest, copy_to_tensor_model_parallel_region(rope)], dim=-1)
+
+
+def apply_packed_rope(
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: ProcessGroup | None = None,
+) -> Tensor:
+    """rope_utils._apply_rotary_pos_emb_thd without its loop over sequences. t [T, h, d], freqs [S, 1, 1, r]."""
+    assert cp_group is not None
+    freqs_T = freqs.index_select(0, packed_index(cu_seqlens, cp_group).position_T)
+    rotated = _apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs_T, rotary_interleaved, multi_latent_attention, mscale)
+    return rotated.squeeze(1)
+
+
+_LOCAL = {DotProductAttention: LocalCoreAttention, WrappedTorchNorm: LocalRMSNorm}
+
+
+def use_local_layers(spec: Any) -> None:
+    """Swap the modules above into a layer or block spec, in place."""
+    if isinstance(spec, list | tuple):
+        for part in spec:
+            use_local_layers(part)
+    elif dataclasses.is_dataclass(spec):
+        for field in dataclasses.fields(spec):
+            value = getattr(spec, field.name)
+            if isinstance(value, type):
+                setattr(spec, field.name, _LOCAL.get(value, value))
+            else:
+                use_local_layers(value.keywords.values() if isinstance(value, functools.partial) else value)

@@ -1,0 +1,201 @@
+"""A Hugging Face config and the `megatron:` table to Megatron GPT models, one per virtual pipeline stage of this rank.
+
+Fields come in four layers, each over the one before: the family's (what the checkpoint is), the layout's, the device's
+(Transformer Engine and fused kernels on a GPU; local layers and float32 on a CPU), and the user's table, verbatim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_mopd.errors import UserError
+from megatron_mopd.mcore import device
+from megatron_mopd.mcore.families import family_of
+from megatron_mopd.mcore.layout import Layout
+from megatron_mopd.mcore.local_layers import use_local_layers
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+_GPU_FIELDS = {
+    "moe_grouped_gemm": True,
+    "moe_permute_fusion": True,
+    "apply_rope_fusion": True,
+    "bias_activation_fusion": True,
+    "bias_dropout_fusion": True,
+}
+_NEEDS_GPU = (
+    *_GPU_FIELDS,
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "gradient_accumulation_fusion",
+    "cross_entropy_loss_fusion",
+    "moe_router_fusion",
+    "fp8",
+    "fp4",
+)
+_OURS = {
+    "params_dtype": "megatron.bf16",
+    "pipeline_dtype": "megatron.bf16",
+    "fp16": "megatron.bf16",
+    "activation_func": "the checkpoint",
+    "mtp_num_layers": "a model without multi-token prediction",
+}
+"""Keys that the table may not set, and what says it instead."""
+
+VOCAB_MULTIPLE = 16
+"""Rows of the vocabulary on a tensor-parallel rank are a multiple of this, as tensor cores like them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronTable:
+    """The `megatron:` table by the part of Megatron that each key belongs to; a key of two parts is in both."""
+
+    transformer: dict[str, Any]
+    """TransformerConfig, or MLATransformerConfig with `multi_latent_attention: true`."""
+    optimizer: dict[str, Any]
+    """OptimizerConfig."""
+    ddp: dict[str, Any]
+    """DistributedDataParallelConfig."""
+    scheduler: dict[str, Any]
+    """Arguments of OptimizerParamScheduler."""
+
+
+def split_megatron_table(table: Mapping[str, Any]) -> MegatronTable:
+    """Sort the user's keys by owner. Raises UserError for a key that no part of Megatron has, and for one that is ours.
+
+    A number in a string is a number: YAML reads `1e-3` as text.
+    """
+    transformer = MLATransformerConfig if table.get("multi_latent_attention") else TransformerConfig
+    owners = {
+        "transformer": {f.name for f in dataclasses.fields(transformer)},
+        "optimizer": {f.name for f in dataclasses.fields(OptimizerConfig)},
+        "ddp": {f.name for f in dataclasses.fields(DistributedDataParallelConfig)},
+        "scheduler": set(inspect.signature(OptimizerParamScheduler).parameters) - {"optimizer"},
+    }
+    known = sorted(set().union(*owners.values()) - set(_OURS))
+    for key in table:
+        if key in _OURS:
+            raise UserError(f"megatron.{key} cannot be set: it follows from {_OURS[key]}; remove it")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise UserError(f"unknown key megatron.{key}" + (f"; did you mean {near[0]}?" if near else ""))
+    values = {key: _number(value) for key, value in table.items()}
+    return MegatronTable(**{name: {k: values[k] for k in values if k in keys} for name, keys in owners.items()})
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """The vocabulary as Megatron holds it: up to a multiple of tp * VOCAB_MULTIPLE."""
+    multiple = tp * VOCAB_MULTIPLE
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]) -> TransformerConfig:
+    """The TransformerConfig of this job. Raises UserError for what the table gets wrong, upstream's checks included."""
+    layout, table = Layout.from_table(megatron), split_megatron_table(megatron).transformer
+    architecture = family_of(hf_config).architecture(hf_config)
+    bf16 = table.get("bf16", device.HAS_GPU)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    fields = {
+        **architecture.transformer,
+        **_layout_fields(layout),
+        **_device_fields(table),
+        "activation_func": {"silu": F.silu}[architecture.activation],
+        "bf16": bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "moe_token_dispatcher_type": "alltoall",
+        **{key: value for key, value in table.items() if key != "sequence_parallel"},
+    }
+    if fields.get("multi_latent_attention"):
+        fields = {"rope_type": "rope", "rotary_base": architecture.rotary_base, **fields}
+    cls = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    try:
+        return cls(**fields)
+    except (
+        ValueError,
+        AssertionError,
+        TypeError,
+    ) as error:  # what upstream's __post_init__ raises for bad combinations
+        raise UserError(f"megatron: {' '.join(str(error).split())}") from error
+
+
+def _layout_fields(layout: Layout) -> dict[str, Any]:
+    fields = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sp,
+        "variable_seq_lengths": layout.pp > 1,  # packed micro-batches differ in length
+    }
+    if layout.vpp is not None:
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # batched p2p gives a silently wrong loss at PP 2
+    return fields
+
+
+def _device_fields(table: Mapping[str, Any]) -> dict[str, Any]:
+    if device.HAS_GPU:
+        return _GPU_FIELDS
+    for key in _NEEDS_GPU:
+        if table.get(key):
+            raise UserError(f"megatron.{key}={table[key]!r} needs a GPU; remove it")
+    return {"use_cpu_initialization": True, **dict.fromkeys(_GPU_FIELDS, False)}
+
+
+def build_model(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]) -> list[GPTModel]:
+    """One unwrapped model per virtual stage that this rank holds. Needs `initialize_parallel`.
+
+    Weights are Megatron's random ones; `weights.load_hf` fills them. With `labels=None` the last stage returns logits
+    [b, s, padded vocabulary / tp].
+    """
+    config = transformer_config(megatron, hf_config)
+    stages = range(config.virtual_pipeline_model_parallel_size or 1)
+    vp_stages = [None] if config.virtual_pipeline_model_parallel_size is None else stages
+    return [_build_stage(config, hf_config, vp_stage) for vp_stage in vp_stages]
+
+
+def _build_stage(config: TransformerConfig, hf_config: Mapping[str, Any], vp_stage: int | None) -> GPTModel:
+    architecture = family_of(hf_config).architecture(hf_config)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=device.HAS_GPU, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if not device.HAS_GPU:
+        use_local_layers(spec)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=architecture.max_sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=architecture.rotary_base,  # pyright: ignore[reportArgumentType] (an int by annotation only)
+        vp_stage=vp_stage,
+    )
+    return model.to(device.DEVICE)

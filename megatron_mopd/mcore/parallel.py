@@ -1,0 +1,61 @@
+"""Processes to ranks: the process group, Megatron's parallel groups, seeds, and the way back.
+
+Works under torchrun and alone (one process, no environment needed).
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_mopd.mcore import device
+from megatron_mopd.mcore.layout import Layout
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+
+def init_distributed(timeout_s: float) -> None:
+    """Join the process group of torchrun's environment, or make one of this process alone.
+
+    A collective that waits longer than `timeout_s` ends the process (NCCL) or raises (gloo).
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if device.HAS_GPU:
+        torch.cuda.set_device(device.DEVICE)
+    if "RANK" in os.environ:
+        dist.init_process_group(device.BACKEND, timeout=timeout)
+    else:
+        dist.init_process_group(device.BACKEND, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def initialize_parallel(layout: Layout, seed: int) -> None:
+    """Make Megatron's groups for `layout`, in place of those of an earlier call, and seed every generator.
+
+    Ranks that hold the same parameters draw the same numbers; tensor-parallel regions draw their own (Megatron's
+    tracker).
+    """
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    torch.manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    model_parallel_cuda_manual_seed(seed)
+
+
+def shutdown() -> None:
+    """Leave the groups and the process group; does nothing where there is none."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
