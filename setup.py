@@ -15,7 +15,14 @@ EXTRAS = {
     # Transformer Engine layers. NVIDIA's apex is not on PyPI: the package of that name there is something else.
     "gpu": ["transformer-engine[pytorch]>=2.9"],
     "wandb": ["wandb>=0.20", "tensorboard>=2.16"],
-    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.14", "pyright[nodejs]>=1.1.400", "pre-commit>=4"],
+    "dev": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "ruff>=0.14",
+        "pyright[nodejs]>=1.1.400",
+        "pre-commit>=4",
+    ],
 }
 
 setup(
@@ -27,6 +34,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
+    package_dir={"": "."},  # makes an editable install one line in a .pth file: examples and tools import too
     packages=find_packages(include=["megatron_mopd*", "checkpoints_conversion*"]),
     install_requires=[
         "torch>=2.8",

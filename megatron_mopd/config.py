@@ -7,20 +7,21 @@ the engines' own option names and are handed to them verbatim. Every mistake is 
 from __future__ import annotations
 
 import difflib
+import reprlib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from megatron_mopd.errors import UserError
 from megatron_mopd.types import Cell
+from megatron_mopd.yaml_tree import Tree, overlay, override, read_yaml, write_yaml
 
 
 class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class Run(Table):
@@ -63,9 +64,9 @@ class Prompts(Table):
     eval_files: tuple[Path, ...] = ()
     batch_size: PositiveInt
     """Prompts drawn per step; one trajectory each."""
-    mixture: dict[str, PositiveFloat]
+    mixture: dict[str, PositiveFloat] = Field(min_length=1)
     """Weight of each domain."""
-    efforts: dict[str, PositiveFloat] = Field(default={"low": 1.0, "high": 1.0, "max": 1.0})
+    efforts: dict[str, PositiveFloat] = Field(default={"low": 1.0, "high": 1.0, "max": 1.0}, min_length=1)
     """Weight of each effort level within a domain."""
     effort_variable: str = "thinking_effort"
     """The chat template's variable for the effort; the teachers' prompts are rendered without it."""
@@ -141,7 +142,7 @@ class Config(Table):
 
     def dump(self) -> str:
         """The resolved tree as YAML; loading it gives this config again."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return write_yaml(self.model_dump())
 
 
 def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
@@ -149,11 +150,11 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
 
     Raises UserError for a missing file, bad YAML, an unknown key (with the nearest known one) or a bad value.
     """
-    tree: dict[str, Any] = {}
+    tree: Tree = {}
     for file in files:
-        tree = _overlay(tree, _read_yaml(Path(file)))
-    for override in overrides:
-        _override(tree, override)
+        tree = overlay(tree, read_yaml(Path(file)))
+    for text in overrides:
+        tree = override(tree, text)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -161,75 +162,46 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Command-line words to (YAML files, overrides)."""
-    overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
+    """Command-line words to (YAML files, overrides). A word with "=" is an override, unless a "/" comes before it."""
+    overrides = [a for a in arguments if "=" in a and "/" not in a.partition("=")[0]]
     return [a for a in arguments if a not in overrides], overrides
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise UserError(f"config file {file} does not exist")
-    try:
-        tree = yaml.safe_load(file.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{file} must hold a mapping at its top, not a {type(tree).__name__}")
-    return tree
-
-
-def _overlay(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _overlay(merged[key], value) if both else value
-    return merged
-
-
-def _override(tree: dict[str, Any], override: str) -> None:
-    path, _, text = override.partition("=")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"override {override!r}: the value is not valid YAML") from None
-    *parents, leaf = path.split(".")
-    node: Any = tree
-    for key in parents:
-        if isinstance(node, list):
-            node = node[_index(node, key, override)]
-        else:
-            node = node.setdefault(key, {})
-        if not isinstance(node, dict | list):
-            raise UserError(f"override {override!r}: {key} is a value, not a table")
-    if isinstance(node, list):
-        node[_index(node, leaf, override)] = value
-    else:
-        node[leaf] = value
-
-
-def _index(items: list[Any], key: str, override: str) -> int:
-    if not key.isdigit() or int(key) >= len(items):
-        raise UserError(f"override {override!r}: {key} is not an index below {len(items)}")
-    return int(key)
 
 
 def _explain(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = _known_keys(error["loc"][:-1])
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
-        return f"unknown key {where}" + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}")
+        return f"unknown key {where}; {_suggest(error['loc'])}"
     if error["type"] == "missing":
         return f"{where} is missing; set it in the YAML file or as {where}=VALUE"
-    return f"{where}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{where}={reprlib.repr(error['input'])}: {message}"
 
 
-def _known_keys(path: Sequence[Any]) -> list[str]:
+def _suggest(path: Sequence[Any]) -> str:
+    """The nearest key of the same table, else the same key of another table, else all keys of this table."""
+    *parents, key = (str(part) for part in path)
+    known = _known_keys(parents)
+    if near := difflib.get_close_matches(key, known, n=1):
+        return "did you mean " + ".".join([*parents, near[0]]) + "?"
+    tables = [
+        name for name, field in Config.model_fields.items() if key in _table(field.annotation, Config).model_fields
+    ]
+    elsewhere = [f"{name}.{key}" for name in tables if name not in parents]
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"known: {', '.join(known)}"
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
     """The field names of the table that `path` leads to; list indices and free names on the way keep the table."""
     table: type[Table] = Config
     for part in path:
         if part in table.model_fields:
-            annotation = table.model_fields[part].annotation
-            candidates = (annotation, *typing.get_args(annotation))
-            table = next((t for t in candidates if isinstance(t, type) and issubclass(t, Table)), table)
+            table = _table(table.model_fields[part].annotation, table)
     return list(table.model_fields)
+
+
+def _table(annotation: Any, otherwise: type[Table]) -> type[Table]:
+    """The Table in an annotation such as `tuple[Teacher, ...]` or `dict[str, Environment]`."""
+    candidates = (annotation, *typing.get_args(annotation))
+    return next((t for t in candidates if isinstance(t, type) and issubclass(t, Table)), otherwise)

@@ -1,0 +1,106 @@
+"""YAML files and `a.b=c` overrides as plain nested dicts: read, overlay, set, write.
+
+Two rules of YAML 1.1, which PyYAML follows, would hurt a configuration: `lr: 1e-4` would be a string, and of two equal keys the
+first would vanish without a word. Here the first is a number (as in YAML 1.2) and the second is refused.
+Promises: no function changes its arguments; `read_yaml` of what `write_yaml` wrote is the same tree; every mistake is a
+UserError of one line.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from megatron_mopd.errors import UserError
+
+Tree = dict[str, Any]
+
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that _Loader would read as numbers; paths are strings, tuples lists."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+_Dumper.add_representer(tuple, yaml.SafeDumper.represent_list)
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def read_yaml(file: Path) -> Tree:
+    if not file.is_file():
+        raise UserError(f"config file {file} does not exist")
+    try:
+        tree = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"{file}:{line}: not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{file} must hold a mapping at its top, not a {type(tree).__name__}")
+    return tree
+
+
+def write_yaml(tree: Tree) -> str:
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def overlay(below: Tree, above: Tree) -> Tree:
+    """`above` over `below`: tables merge key by key, everything else (lists too) is replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = overlay(merged[key], value) if both else value
+    return merged
+
+
+def override(tree: Tree, text: str) -> Tree:
+    """`tree` with one `a.b=c` applied; c is YAML, and a number in the path is an index into a list.
+
+    Example: override({"a": [1, 2]}, "a.1=5") is {"a": [1, 5]}
+    """
+    path, _, value_text = text.partition("=")
+    keys = path.split(".")
+    if not all(keys):
+        raise UserError(f"override {text!r}: write it as table.option=value")
+    try:
+        value = yaml.load(value_text, _Loader)
+    except yaml.YAMLError:
+        raise UserError(f"override {text!r}: the value is not valid YAML") from None
+    return _set(tree, keys, value, text)
+
+
+def _set(node: Any, keys: list[str], value: Any, text: str) -> Any:
+    if not keys:
+        return value
+    key, *rest = keys
+    if isinstance(node, list):
+        if not key.isdecimal() or int(key) >= len(node):
+            raise UserError(f"override {text!r}: {key} is not an index into a list of {len(node)}")
+        index = int(key)
+        return [*node[:index], _set(node[index], rest, value, text), *node[index + 1 :]]
+    if isinstance(node, dict):
+        return {**node, key: _set(node.get(key, {}), rest, value, text)}
+    raise UserError(f"override {text!r}: what {key} would be set in is the value {node!r}, not a table")
