@@ -1,0 +1,100 @@
+"""The metric registry: every number that a run reports, once, with its unit and meaning.
+
+Rows of `metrics.jsonl`, the W&B and TensorBoard sinks, the live display and the report all use these names. Promise: a
+key that is not here is never logged (`check_row` asserts it), so a dashboard can be written against this file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_mopd.types import Cell
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Example: Metric("train/loss", "nats", "the objective of this step")."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+def _by_name(*metrics: Metric) -> dict[str, Metric]:
+    return {m.name: m for m in metrics}
+
+
+RUN_METRICS = _by_name(
+    Metric("train/loss", "nats", "the objective of this step, over the whole batch"),
+    Metric("train/grad_norm", "1", "global gradient norm before clipping"),
+    Metric("train/learning_rate", "1", "learning rate of this update"),
+    Metric("train/reverse_kl", "nats/token", "student - teacher log-probs, token mean, before clipping"),
+    Metric("train/clip_fraction", "share", "tokens whose log-ratio lies outside +-R_max"),
+    Metric("train/entropy", "nats/token", "student's entropy over the vocabulary at the sampling temperature"),
+    Metric("train/mismatch_mean", "nats/token", "|trainer - rollout| log-probs of the same weights, token mean"),
+    Metric("train/mismatch_max", "nats", "the largest |trainer - rollout| of a token"),
+    Metric("train/masked_tokens", "tokens", "tokens left out because the teacher's log-prob was not finite"),
+    Metric("train/tokens", "tokens", "trained tokens of the batch"),
+    Metric("rollout/reward", "share", "trajectories that the verifier calls correct"),
+    Metric("rollout/reward_within_budget", "share", "trajectories that are correct and within their cell's budget"),
+    Metric("rollout/response_tokens", "tokens", "mean response length, observations included"),
+    Metric("rollout/spent_tokens", "tokens", "mean tokens that count against the budget"),
+    Metric("rollout/truncated_fraction", "share", "trajectories that hit rollout.max_response_tokens"),
+    Metric("rollout/staleness", "versions", "weight version of the trainer - of the sampled token, token mean"),
+    Metric("time/load_s", "s", "the rollout engine loads the new weights"),
+    Metric("time/sample_s", "s", "sampling, with the scoring that hides behind it"),
+    Metric("time/score_s", "s", "waiting for the teachers after sampling has ended"),
+    Metric("time/wait_s", "s", "the trainer waits for the batch: load, sample, score, store"),
+    Metric("time/update_s", "s", "forward, backward and optimizer"),
+    Metric("time/sync_s", "s", "exporting the weights for the rollout engine"),
+    Metric("time/step_s", "s", "the whole step"),
+    Metric("perf/tokens_per_s", "tokens/s", "tokens of the batch, prompts included, per second of the whole step"),
+)
+
+CELL_METRICS = _by_name(
+    Metric("reverse_kl", "nats/token", "as train/reverse_kl"),
+    Metric("clip_fraction", "share", "as train/clip_fraction"),
+    Metric("entropy", "nats/token", "as train/entropy"),
+    Metric("tokens", "tokens", "trained tokens of the cell"),
+    Metric("token_share", "share", "the cell's share of the trained tokens of the batch"),
+    Metric("reward", "share", "as rollout/reward"),
+    Metric("reward_within_budget", "share", "as rollout/reward_within_budget"),
+    Metric("spent_tokens", "tokens", "as rollout/spent_tokens"),
+    Metric("response_tokens", "tokens", "as rollout/response_tokens"),
+    Metric("truncated_fraction", "share", "as rollout/truncated_fraction"),
+)
+
+STEP_PARTS = ("load", "sample", "score", "update", "sync")
+"""The disjoint parts of a step's wall time, in order: time/<part>_s. What is left of time/step_s is overhead."""
+
+
+def cell_key(cell: Cell, name: str) -> str:
+    """Example: cell_key(Cell("general", "low"), "reward") == "cell/general/low/reward"."""
+    return f"cell/{cell.domain}/{cell.effort}/{name}"
+
+
+def split_cell_key(key: str) -> tuple[Cell, str] | None:
+    """The cell and the metric of a per-cell key, None for a per-run key. A domain may contain a slash."""
+    if not key.startswith("cell/"):
+        return None
+    domain, effort, name = key.removeprefix("cell/").rsplit("/", 2)
+    return Cell(domain, effort), name
+
+
+def metric_of(key: str) -> Metric:
+    """The registered metric of a row's key. AssertionError for another one: that is a defect of this project."""
+    of_cell = split_cell_key(key)
+    table, name = (CELL_METRICS, of_cell[1]) if of_cell else (RUN_METRICS, key)
+    assert name in table, f"{key} is not in the metric registry; add it to telemetry/registry.py"
+    return table[name]
+
+
+def check_row(keys: Iterable[str]) -> None:
+    for key in keys:
+        metric_of(key)
+
+
+def is_timing(key: str) -> bool:
+    """Whether a metric depends on the machine's speed, and so differs between two otherwise identical runs."""
+    return key.startswith(("time/", "perf/"))

@@ -1,0 +1,75 @@
+"""One flat row of registered metrics per step, from what the learner and the driver know of it.
+
+Promise: a number that nothing was measured for (a cell without trained tokens, a run without rollouts) is absent, never
+zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_mopd.telemetry.registry import cell_key, check_row
+from megatron_mopd.types import Cell, StepMetrics
+
+ROLLOUT_MEANS = ("reward", "reward_within_budget", "spent_tokens", "response_tokens", "truncated_fraction")
+
+
+def step_row(learner: StepMetrics, rollout: Mapping[str, Any] | None, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Flatten one step to {metric name: number}.
+
+    `rollout` is the driver's `rollout.json` (`{"cells": {"<domain>/<effort>": {...}}, "seconds": {...}}`), None when
+    the batch was demonstrations, which have no teacher either. `seconds` are the trainer's own: step, and any of wait,
+    update, sync.
+    """
+    row = {
+        "train/loss": learner.loss,
+        "train/grad_norm": learner.grad_norm,
+        "train/learning_rate": learner.learning_rate,
+        "train/tokens": float(learner.loss_tokens),
+        "train/entropy": learner.mean("entropy"),
+        "perf/tokens_per_s": learner.num_tokens / seconds["step"],
+        **{f"time/{name}_s": value for name, value in seconds.items()},
+        **_cell_rows(learner, with_teacher=rollout is not None),
+    }
+    if rollout is not None:
+        row |= _teacher_row(learner) | _rollout_row(rollout)
+    check_row(row)
+    return row
+
+
+def _teacher_row(learner: StepMetrics) -> dict[str, float]:
+    return {
+        "train/reverse_kl": learner.mean("reverse_kl"),
+        "train/clip_fraction": learner.mean("clip_fraction"),
+        "train/mismatch_mean": learner.mean("mismatch"),
+        "train/mismatch_max": max((c.mismatch_max for c in learner.cells.values()), default=0.0),
+        "train/masked_tokens": float(sum(c.masked_tokens for c in learner.cells.values())),
+    }
+
+
+def _cell_rows(learner: StepMetrics, with_teacher: bool) -> dict[str, float]:
+    row: dict[str, float] = {}
+    for cell, metrics in learner.cells.items():
+        row[cell_key(cell, "tokens")] = float(metrics.tokens)
+        row[cell_key(cell, "token_share")] = metrics.tokens / max(1, learner.loss_tokens)
+        if metrics.tokens:
+            row[cell_key(cell, "entropy")] = metrics.entropy
+        if metrics.tokens and with_teacher:
+            row[cell_key(cell, "reverse_kl")] = metrics.reverse_kl
+            row[cell_key(cell, "clip_fraction")] = metrics.clip_fraction
+    return row
+
+
+def _rollout_row(rollout: Mapping[str, Any]) -> dict[str, float]:
+    cells: Mapping[str, Mapping[str, float]] = rollout["cells"]
+    total = sum(c["trajectories"] for c in cells.values())
+    row = {f"time/{name}_s": value for name, value in rollout["seconds"].items()}
+    for name in ROLLOUT_MEANS:
+        row[f"rollout/{name}"] = sum(c[name] * c["trajectories"] for c in cells.values()) / max(1, total)
+        for cell, means in cells.items():
+            domain, effort = cell.rsplit("/", 1)
+            row[cell_key(Cell(domain, effort), name)] = means[name]
+    if "staleness" in rollout:
+        row["rollout/staleness"] = rollout["staleness"]
+    return row
