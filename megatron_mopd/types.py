@@ -8,7 +8,7 @@ Shape suffixes: R response tokens, N tokens of all rows together, n rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +69,8 @@ class Segment:
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.loss_mask):
             raise ValueError(
-                f"segment has {len(self.token_ids)} token ids, {len(self.logprobs)} log-probs, {len(self.loss_mask)} masks"
+                f"segment has {len(self.token_ids)} token ids, {len(self.logprobs)} log-probs "
+                f"and {len(self.loss_mask)} masks"
             )
 
     @classmethod
@@ -80,7 +81,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the environment's verifier says: `reward` for the answer alone, and the tokens spent against the cell's budget."""
+    """What the environment's verifier says: `reward` of the answer alone, and the tokens spent against the budget."""
 
     reward: float
     spent_tokens: int
@@ -103,21 +104,23 @@ class Trajectory:
 
     @property
     def response_ids(self) -> np.ndarray:
-        return np.concatenate([np.asarray(s.token_ids, np.int32) for s in self.segments] or [np.zeros(0, np.int32)])
+        """Sampled and observed tokens, [R] int32."""
+        return _joined([np.asarray(s.token_ids, np.int32) for s in self.segments], np.int32)
 
     @property
     def rollout_logprobs(self) -> np.ndarray:
-        return np.concatenate([np.asarray(s.logprobs, np.float32) for s in self.segments] or [np.zeros(0, np.float32)])
+        """[R] float32."""
+        return _joined([np.asarray(s.logprobs, np.float32) for s in self.segments], np.float32)
 
     @property
     def loss_mask(self) -> np.ndarray:
-        return np.concatenate([np.asarray(s.loss_mask, bool) for s in self.segments] or [np.zeros(0, bool)])
+        """[R] bool."""
+        return _joined([np.asarray(s.loss_mask, np.bool_) for s in self.segments], np.bool_)
 
     @property
     def weight_versions(self) -> np.ndarray:
-        return np.concatenate(
-            [np.full(len(s.token_ids), s.weight_version, np.int32) for s in self.segments] or [np.zeros(0, np.int32)]
-        )
+        """[R] int32."""
+        return _joined([np.full(len(s.token_ids), s.weight_version, np.int32) for s in self.segments], np.int32)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ class Graded:
         want, got = len(self.trajectory.response_ids), len(self.teacher_logprobs)
         if want != got:
             raise ValueError(
-                f"teacher {self.teacher} returned {got} log-probs for the {want} response tokens of {self.trajectory.id}"
+                f"teacher {self.teacher} returned {got} log-probs for the {want} response tokens "
+                f"of {self.trajectory.id}"
             )
 
 
@@ -141,7 +145,7 @@ class Batch:
     """Rows of tokens in columns: prompt and response of each row back to back, all per-token columns of length N.
 
     `loss_mask` is token-aligned: True where the token was sampled by the student (or demonstrated) and is trained on.
-    Log-probs are those of the token at the same index, 0 outside the mask. Columns that an objective does not use are 0.
+    Log-probs are those of the token at the same index, 0 outside the mask. Columns an objective does not use are 0.
     """
 
     offsets: np.ndarray  # [n + 1] int64
@@ -155,6 +159,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         n, total = len(self.offsets) - 1, int(self.offsets[-1])
+        if self.offsets[0] != 0 or (np.diff(self.offsets) < 0).any():
+            raise ValueError("batch offsets must start at 0 and never fall")
         if len(self.cell) != n:
             raise ValueError(f"batch has {n} rows and {len(self.cell)} cell indices")
         for name in TOKEN_COLUMNS:
@@ -186,32 +192,51 @@ class Batch:
 
     @classmethod
     def from_graded(cls, graded: Sequence[Graded], cells: Sequence[Cell]) -> Batch:
+        """One row per trajectory, in order: the student's prompt, then the response.
+
+        The teacher scored every response token, observations included; outside the mask its scores are dropped here.
+        Raises ValueError for a trajectory of a cell that is not among `cells`.
+        """
         index = {cell: i for i, cell in enumerate(cells)}
-        rows = []
-        for g in graded:
-            t = g.trajectory
-            prompt_ids = np.asarray(t.prompt.student_ids, np.int32)
-            before = len(prompt_ids)
-            rows.append(
-                {
-                    "token_ids": np.concatenate([prompt_ids, t.response_ids]),
-                    "loss_mask": np.concatenate([np.zeros(before, bool), t.loss_mask]),
-                    "rollout_logprobs": np.concatenate([np.zeros(before, np.float32), t.rollout_logprobs]),
-                    "teacher_logprobs": np.concatenate(
-                        [np.zeros(before, np.float32), g.teacher_logprobs.astype(np.float32)]
-                    ),
-                    "weight_version": np.concatenate([np.zeros(before, np.int32), t.weight_versions]),
-                }
-            )
+        rows = [_row(g) for g in graded]
+        unknown = [g for g in graded if g.trajectory.prompt.prompt.cell not in index]
+        if unknown:
+            t = unknown[0].trajectory
+            raise ValueError(f"trajectory {t.id} is of {t.prompt.prompt.cell}, which is not a cell of this batch")
         return cls(
-            offsets=np.concatenate([[0], np.cumsum([len(r["token_ids"]) for r in rows])]).astype(np.int64),
+            offsets=np.cumsum([0, *(len(row["token_ids"]) for row in rows)], dtype=np.int64),
             cell=np.array([index[g.trajectory.prompt.prompt.cell] for g in graded], np.int32),
             cells=tuple(cells),
-            **{name: np.concatenate([r[name] for r in rows]) for name in TOKEN_COLUMNS},
+            **{name: _joined([row[name] for row in rows], dtype) for name, dtype in TOKEN_COLUMNS.items()},
         )
 
 
-TOKEN_COLUMNS = tuple(f.name for f in fields(Batch) if f.name not in ("offsets", "cell", "cells"))
+TOKEN_COLUMNS: Mapping[str, type] = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "rollout_logprobs": np.float32,
+    "teacher_logprobs": np.float32,
+    "weight_version": np.int32,
+}
+"""The per-token columns of a Batch and how they are stored."""
+
+
+def _row(graded: Graded) -> dict[str, np.ndarray]:
+    """The columns of one trajectory: zeros over the prompt, then the response."""
+    t = graded.trajectory
+    prompt_ids = np.asarray(t.prompt.student_ids, np.int32)
+    response = {
+        "loss_mask": t.loss_mask,
+        "rollout_logprobs": np.where(t.loss_mask, t.rollout_logprobs, 0.0),
+        "teacher_logprobs": np.where(t.loss_mask, graded.teacher_logprobs, 0.0),
+        "weight_version": t.weight_versions,
+    }
+    columns = {name: np.concatenate([np.zeros(len(prompt_ids), c.dtype), c]) for name, c in response.items()}
+    return {"token_ids": np.concatenate([prompt_ids, t.response_ids]), **columns}
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts, dtype=dtype, casting="same_kind") if parts else np.zeros(0, dtype)
 
 
 @dataclass(frozen=True)
