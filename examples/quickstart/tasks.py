@@ -6,9 +6,9 @@
 | agents  | the first key of a hidden table      | one tool call per key         | ends with the end of a chain  |
 | coding  | how far to write, lines out of order | a stack program with comments | computes the right function   |
 
-A task takes 1 to 6 steps, one thought a step (agents: two tokens a call). A demonstration that stops thinking early has to
-guess, or leaves its program unfinished: this makes effort real. Everything is drawn from the `random.Random` passed in: the
-same seed gives the same tasks.
+A task takes 1 to 6 steps, one thought a step (agents: two tokens a call). A demonstration that stops thinking early has
+to guess, or leaves its program unfinished: this makes effort real. Everything is drawn from the `random.Random` passed in:
+the same seed gives the same tasks.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class ChainTask:
 
 @dataclass(frozen=True)
 class ProgramTask:
-    """`C D *3 A +1 ...`: write lines A to C of a listing that is out of order, each as its label and two stack words."""
+    """`C D *3 A +1 ...`: write lines A to C of a listing that is out of order, each a label and two stack words."""
 
     num_lines: int
     operations: dict[str, str]

@@ -1,5 +1,5 @@
-"""Laws of the quickstart world: its files follow from the seed, its verifiers accept what is right and nothing else, and
-the effort changes one token of a prompt."""
+"""Laws of the quickstart world: its files follow from the seed, its verifiers accept what is right and nothing else,
+and the effort changes one token of a prompt."""
 
 from __future__ import annotations
 
