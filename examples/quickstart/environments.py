@@ -1,8 +1,8 @@
 """The verifiers and the tool of the quickstart world, one environment per domain (protocols.Environment).
 
 The budget of a trajectory is floor(scale of its effort * base), both from `environments.<name>.options`. What it spends
-are its thinking tokens: the sampled words before `<answer>` (general, agents; what the tool returns is free), the comments
-(coding).
+are its thinking tokens: the sampled words before `<answer>` (general, agents; what the tool returns is free), or the
+comments (coding).
 """
 
 from __future__ import annotations

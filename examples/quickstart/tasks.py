@@ -7,8 +7,8 @@
 | coding  | how far to write, lines out of order | a stack program with comments | computes the right function   |
 
 A task takes 1 to 6 steps, one thought a step (agents: two tokens a call). A demonstration that stops thinking early has
-to guess, or leaves its program unfinished: this makes effort real. Everything is drawn from the `random.Random` passed in:
-the same seed gives the same tasks.
+to guess, or leaves its program unfinished: this makes effort real. Everything is drawn from the `random.Random` passed
+in: the same seed gives the same tasks.
 """
 
 from __future__ import annotations
