@@ -47,12 +47,15 @@ HEALTH = (
 class Curves:
     """The record as one series per metric."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None) -> None:
+        """Domains and efforts come in the order of the configuration: efforts go from the lowest to the highest."""
         self.steps = [row["step"] for row in rows]
         self._rows = [{**row["metrics"], **row["timing"]} for row in rows]
         self.keys = list(dict.fromkeys(key for row in self._rows for key in row))
-        self.cells = list(dict.fromkeys(of[0] for key in self.keys if (of := split_cell_key(key))))
-        self.domains = sorted({c.domain for c in self.cells})
+        cells = {of[0] for key in self.keys if (of := split_cell_key(key))}
+        prompts = config["prompts"] if config else {"mixture": {}, "efforts": {}}
+        self.domains = list(dict.fromkeys([*prompts["mixture"], *sorted(c.domain for c in cells)]))
+        self.efforts = list(dict.fromkeys([*prompts["efforts"], *sorted(c.effort for c in cells)]))
 
     def series(self, key: str, label: str, colour: int) -> Series:
         return Series(key, label, colour, self.steps, self.values(key))
@@ -63,17 +66,16 @@ class Curves:
 
 def write_report(run_folder: Path) -> Path:
     """Write RUN/report.html and return its path. UserError when the folder is not that of a run."""
-    curves = Curves(read_record(run_folder))
     summary_file, config_file = run_folder / SUMMARY, run_folder / "config.yaml"
     summary = json.loads(summary_file.read_text()) if summary_file.is_file() else None
     config = yaml.safe_load(config_file.read_text()) if config_file.is_file() else None
-    efforts = _efforts(curves, config)
+    curves = Curves(read_record(run_folder), config)
     parts = [
         f"<h1>{escape(run_folder.resolve().name)}</h1>",
         _tiles(curves, summary),
-        _grid(summary, efforts) if summary else "",
-        *(_cell_section(curves, efforts, *section) for section in SECTIONS),
-        _token_share(curves, efforts),
+        _grid(summary, curves.efforts) if summary else "",
+        *(_cell_section(curves, *section) for section in SECTIONS),
+        _token_share(curves),
         _run_section(curves, "Optimisation", OPTIMISATION),
         _run_section(curves, "Health", HEALTH),
         _time_section(curves),
@@ -87,12 +89,6 @@ def write_report(run_folder: Path) -> Path:
     )
     replace_file(run_folder / "report.html", page)
     return run_folder / "report.html"
-
-
-def _efforts(curves: Curves, config: Mapping[str, Any] | None) -> list[str]:
-    """In the order of the configuration, which goes from the lowest to the highest."""
-    configured = list(config["prompts"]["efforts"]) if config else []
-    return list(dict.fromkeys(configured + sorted({c.effort for c in curves.cells})))
 
 
 def _tiles(curves: Curves, summary: Mapping[str, Any] | None) -> str:
@@ -120,8 +116,8 @@ def _grid(summary: Mapping[str, Any], efforts: Sequence[str]) -> str:
         for domain in dict.fromkeys(cell.domain for cell in by_cell)
     ]
     return (
-        "<section><h2>Student against teacher</h2><p>Share of prompts answered correctly within the cell's budget, on a "
-        "scale from 0 to 1: ○ SFT, ● student with its standard error, ❘ teacher. Below, the recovery of the "
+        "<section><h2>Student against teacher</h2><p>Share of prompts answered correctly within the cell's budget, on "
+        "a scale from 0 to 1: ○ SFT, ● student with its standard error, ❘ teacher. Below, the recovery of the "
         "teacher's gain over SFT and the mean tokens spent.</p>"
         f'<div class="scroll"><table class="grid"><tr><th></th>{head}</tr>{"".join(rows)}</table></div></section>'
     )
@@ -139,13 +135,13 @@ def _grid_cell(c: Mapping[str, Any] | None) -> str:
     )
 
 
-def _cell_section(curves: Curves, efforts: Sequence[str], title: str, name: str, run_key: str) -> str:
+def _cell_section(curves: Curves, title: str, name: str, run_key: str) -> str:
     if run_key not in curves.keys:
         return ""
     by_domain = {
         domain: [
             curves.series(cell_key(cell, name), effort, i)
-            for i, effort in enumerate(efforts)
+            for i, effort in enumerate(curves.efforts)
             if cell_key(cell := Cell(domain, effort), name) in curves.keys
         ]
         for domain in curves.domains
@@ -155,16 +151,18 @@ def _cell_section(curves: Curves, efforts: Sequence[str], title: str, name: str,
     charts = [_figure("all cells", line_chart([overall], title, shared))]
     charts += [_figure(domain, line_chart(group, f"{title}, {domain}", shared)) for domain, group in by_domain.items()]
     metric = metric_of(run_key)
-    return _section(f"{title} <small>{escape(metric.unit)}</small>", metric.meaning, charts, list(enumerate(efforts)))
+    return _section(
+        f"{title} <small>{escape(metric.unit)}</small>", metric.meaning, charts, list(enumerate(curves.efforts))
+    )
 
 
-def _token_share(curves: Curves, efforts: Sequence[str]) -> str:
-    keys = [cell_key(Cell(d, e), "token_share") for d in curves.domains for e in efforts]
+def _token_share(curves: Curves) -> str:
+    keys = [cell_key(Cell(d, e), "token_share") for d in curves.domains for e in curves.efforts]
     if not any(key in curves.keys for key in keys):
         return ""
     stacks = []
     for i, domain in enumerate(curves.domains):
-        columns = [curves.values(cell_key(Cell(domain, e), "token_share")) for e in efforts]
+        columns = [curves.values(cell_key(Cell(domain, e), "token_share")) for e in curves.efforts]
         values = [sum(v or 0.0 for v in at_step) for at_step in zip(*columns, strict=True)]
         stacks.append(Series(f"token_share/{domain}", domain, i, curves.steps, values))
     charts = [_figure("by domain", stacked_chart(stacks, "Token share by domain"))]

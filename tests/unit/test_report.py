@@ -1,0 +1,219 @@
+"""Laws of the recovery arithmetic, summary.json and report.html, on a run folder that the test records itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from megatron_mopd.errors import UserError
+from megatron_mopd.telemetry.record import Record
+from megatron_mopd.telemetry.recovery import CellScores, recovery_summary
+from megatron_mopd.telemetry.report import SECTIONS, write_report
+from megatron_mopd.telemetry.row import step_row
+from megatron_mopd.telemetry.summary import print_summary, write_summary
+from megatron_mopd.telemetry.svg import MAX_POINTS, Series, line_chart
+from megatron_mopd.types import Cell, CellMetrics, StepMetrics
+
+DOMAINS, EFFORTS = ("general", "agents", "coding"), ("low", "high", "max")
+CELLS = [Cell(d, e) for d in DOMAINS for e in EFFORTS]
+ISSUE_KEYS = {
+    "cells",
+    "mean_recovery",
+    "mean_recovery_raw",
+    "worst_recovery",
+    "reverse_kl_first",
+    "reverse_kl_last",
+    "wall_s",
+    "layout",
+}
+SCORES = {  # sft, teacher, student: seed 0 of the miniature
+    "general": [(0.31, 0.43, 0.46), (0.42, 0.71, 0.69), (0.47, 0.73, 0.70)],
+    "agents": [(0.29, 0.36, 0.48), (0.41, 0.72, 0.74), (0.51, 0.97, 0.99)],
+    "coding": [(0.18, 0.45, 0.44), (0.33, 0.69, 0.57), (0.38, 0.71, 0.60)],
+}
+
+
+def learner_metrics(step: int, steps: int = 60) -> StepMetrics:
+    fade = math.exp(-4 * step / steps)
+    cells = {
+        cell: CellMetrics(96, 500 + 90 * i, 0.1 + fade * (0.4 + 0.05 * i), 0.03 * fade, 0.5 + 0.1 * i, 1e-7, 4e-6, 0)
+        for i, cell in enumerate(CELLS)
+    }
+    return StepMetrics(step, -0.3 * fade, 0.8 + fade, 4e-3 * min(1, step / 3), 21000, 2, cells)
+
+
+def rollout_metrics(step: int, steps: int = 60) -> dict:
+    rise = 1 - math.exp(-3 * step / steps)
+    cells = {
+        str(cell): {
+            "trajectories": 96,
+            "reward": 0.4 + 0.5 * rise,
+            "reward_within_budget": SCORES[cell.domain][i % 3][0] * (1 - rise) + SCORES[cell.domain][i % 3][2] * rise,
+            "spent_tokens": 3.0 + 2 * (i % 3) * rise,
+            "response_tokens": 6.0 + 3 * (i % 3),
+            "truncated_fraction": 0.01,
+        }
+        for i, cell in enumerate(CELLS)
+    }
+    return {"cells": cells, "seconds": {"load": 0.02, "sample": 0.9 + 0.2 * (step % 3), "score": 0.2}}
+
+
+def record_run(folder: Path, steps: int = 60) -> Path:
+    """A run folder with a configuration and `steps` rows, not yet evaluated."""
+    folder.mkdir(parents=True)
+    record = Record(folder, next_step=1)
+    for step in range(1, steps + 1):
+        seconds = {"wait": 1.3, "update": 0.6, "sync": 0.1, "step": 2.3}
+        record.append(step, step_row(learner_metrics(step), rollout_metrics(step), seconds))
+    record.close()
+    config = {
+        "run": {"folder": str(folder), "seed": 0},
+        "prompts": {"mixture": dict.fromkeys(DOMAINS, 1), "efforts": dict.fromkeys(EFFORTS, 1), "batch_size": 864},
+        "sglang": {"api_key": "planted-key-in-the-config", "mem_fraction": 0.8},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    return folder
+
+
+def cell_scores() -> list[CellScores]:
+    return [
+        CellScores(c.domain, c.effort, *SCORES[c.domain][i % 3], 3.0 + 2 * (i % 3), 512) for i, c in enumerate(CELLS)
+    ]
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects what the page draws and refers to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.series: dict[str, str] = {}
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.add(tag)
+        attributes = dict(attrs)
+        if "data-series" in attributes:
+            self.series[attributes["data-series"]] = attributes["d"]
+        self.links += [v for k, v in attrs if k in ("src", "href", "action")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_recovery_equals_hand_computed_numbers() -> None:
+    cell = CellScores("general", "low", sft=0.2, teacher=0.6, student=0.5, tokens=3.0, prompts=100)
+    assert cell.recovery == pytest.approx(0.75)
+    # variances of the means: .25/100, .24/100, .16/100; gap .4; (.0025 + .5625 * .0024 + .0625 * .0016) / .16
+    assert cell.recovery_stderr == pytest.approx(math.sqrt(0.00395 / 0.16))
+    assert cell.stderr("student") == pytest.approx(0.05)
+
+
+def test_mean_recovery_caps_each_cell_before_averaging() -> None:
+    cells = [CellScores("a", "low", 0.0, 0.5, 0.8, 1, 10), CellScores("a", "max", 0.5, 1.0, 0.6, 1, 10)]
+    summary = recovery_summary(cells)
+    assert summary["mean_recovery_raw"] == pytest.approx((1.6 + 0.2) / 2)
+    assert summary["mean_recovery"] == pytest.approx((1.0 + 0.2) / 2)
+    assert summary["worst_recovery"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("teacher", [0.4, 0.3])
+def test_cell_whose_teacher_does_not_beat_sft_is_stated_and_left_out(teacher: float) -> None:
+    without = CellScores("a", "low", 0.4, teacher, 0.9, 1, 10)
+    summary = recovery_summary([without, CellScores("a", "max", 0.0, 1.0, 0.5, 1, 10)])
+    assert without.recovery is None
+    assert without.as_json()["recovery"] is None
+    assert (summary["mean_recovery"], summary["worst_recovery"], summary["cells_without_gap"]) == (0.5, 0.5, 1)
+    assert recovery_summary([without])["mean_recovery"] is None
+
+
+def test_scores_reject_a_number_that_is_no_share() -> None:
+    with pytest.raises(ValueError, match=r"a/low: teacher score 1\.2 is not in \[0, 1\]"):
+        CellScores("a", "low", 0.1, 1.2, 0.1, 1, 10)
+
+
+def test_summary_has_the_keys_of_the_interface_and_is_strict_json(tmp_path: Path) -> None:
+    folder = record_run(tmp_path / "run")
+    written = write_summary(folder, cell_scores(), wall_s=93.5, layout={"tensor": 2, "expert": 2, "processes": 2})
+    summary = json.loads((folder / "summary.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} in JSON"))
+    assert summary == written
+    assert summary.keys() >= ISSUE_KEYS
+    assert all(
+        c.keys() >= {"domain", "effort", "sft", "teacher", "student", "recovery", "tokens"} for c in summary["cells"]
+    )
+    assert summary["reverse_kl_first"] == learner_metrics(1).mean("reverse_kl")
+    assert summary["reverse_kl_last"] == learner_metrics(60).mean("reverse_kl")
+    assert summary["cells"][0]["recovery"] == pytest.approx(0.15 / 0.12)
+
+
+def test_printed_table_shows_every_cell_in_80_columns(tmp_path: Path) -> None:
+    summary = write_summary(record_run(tmp_path / "run"), cell_scores(), 93.5, {})
+    out = io.StringIO()
+    print_summary(summary, Console(file=out, width=80))
+    text = out.getvalue()
+    for cell in summary["cells"]:
+        assert f"{cell['sft']:.2f} → {cell['student']:.2f} | {cell['teacher']:.2f}" in text
+        assert f"{100 * cell['recovery']:.0f} ± " in text
+    assert "worst 67 %" in text
+
+
+def test_report_draws_every_series_and_needs_nothing_beside_it(tmp_path: Path) -> None:
+    folder = record_run(tmp_path / "run")
+    write_summary(folder, cell_scores(), 93.5, {"tensor": 2, "expert": 2})
+    text = write_report(folder).read_text()
+    page = Page(text)
+    wanted = {f"cell/{c.domain}/{c.effort}/{name}" for c in CELLS for _, name, _ in SECTIONS}
+    wanted |= {run_key for _, _, run_key in SECTIONS} | {f"token_share/{d}" for d in DOMAINS}
+    wanted |= {"train/loss", "train/grad_norm", "train/learning_rate", "train/mismatch_mean", "perf/tokens_per_s"}
+    wanted |= {f"time/{part}_s" for part in ("load", "sample", "score", "update", "sync", "other")}
+    assert page.series.keys() >= wanted
+    assert all(path.count("L") >= 59 for path in page.series.values())
+    assert not page.links
+    assert "script" not in page.tags
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert text.count('class="track"') == 9
+
+
+def test_report_keeps_secrets_of_the_configuration_out(tmp_path: Path) -> None:
+    text = write_report(record_run(tmp_path / "run")).read_text()
+    assert "planted-key-in-the-config" not in text
+    assert "mem_fraction: 0.8" in text
+
+
+def test_report_of_a_run_that_was_not_evaluated_has_curves_and_no_grid(tmp_path: Path) -> None:
+    page = Page(write_report(record_run(tmp_path / "run", steps=1)).read_text())
+    assert "train/reverse_kl" in page.series
+
+
+def test_report_escapes_what_the_user_named(tmp_path: Path) -> None:
+    folder = record_run(tmp_path / "a <b>&amp; run")
+    assert "<b>&amp; run" not in write_report(folder).read_text()
+
+
+def test_report_rejects_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no metrics\.jsonl; name the folder of a run"):
+        write_report(tmp_path)
+
+
+def test_chart_leaves_a_gap_where_nothing_was_measured_and_thins_long_runs() -> None:
+    page = Page(line_chart([Series("m", "m", 0, [1, 2, 3, 4], [1.0, None, 2.0, 3.0])], "t"))
+    assert page.series["m"].count("M") == 2
+    long = Page(line_chart([Series("m", "m", 0, range(100_000), [1.0] * 100_000)], "t"))
+    assert long.series["m"].count("L") < MAX_POINTS
