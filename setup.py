@@ -8,21 +8,15 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    # Sampling and scoring inside the driver, without a server.
-    "embedded": ["transformers>=5.0,<6", "tokenizers", "jinja2"],
+    # Sampling and scoring inside the driver, without a server: transformers' models, not only its tokenizers.
+    "embedded": ["transformers>=5.0,<6"],
     # Rollout and teachers behind SGLang servers.
     "sglang": ["sglang>=0.5"],
     # Transformer Engine layers. NVIDIA's apex is not on PyPI: the package of that name there is something else.
     "gpu": ["transformer-engine[pytorch]>=2.9"],
     "wandb": ["wandb>=0.20", "tensorboard>=2.16"],
-    "dev": [
-        "pytest>=8",
-        "pytest-timeout>=2.3",
-        "hypothesis>=6.100",
-        "ruff>=0.14",
-        "pyright[nodejs]>=1.1.400",
-        "pre-commit>=4",
-    ],
+    # pyright runs on node, which its extra brings from PyPI.
+    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.14", "pyright[nodejs]", "pre-commit>=4"],
 }
 
 setup(
@@ -42,6 +36,8 @@ setup(
         "psutil",  # torch's and Megatron's checkpoint writers plan memory with it; without it saving hangs
         "numpy>=1.26",
         "safetensors>=0.5",
+        "transformers>=4.57,<6",  # tokenizers and chat templates
+        "jinja2>=3.1",
         "pydantic>=2.7",
         "pyyaml>=6",
         "rich>=13",

@@ -1,7 +1,8 @@
 """The configuration: one frozen tree, filled from YAML files (later ones overlay earlier ones) and `a.b=c` overrides.
 
-Torch-free, so that `mopd` answers at once. Each option has its one default here. The tables `megatron:` and `sglang:` carry
-the engines' own option names and are handed to them verbatim. Every mistake is a UserError of one line.
+Torch-free, so that `mopd` answers at once. Each option has its one default here. The tables `megatron:` and `sglang:`
+carry the engines' own option names and are handed to them verbatim. Paths are relative to the working directory. Every
+mistake is a UserError of one line.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ class Config(Table):
     evaluation: Evaluation = Evaluation()
     launch: Launch = Launch()
     megatron: dict[str, Any] = Field(default={})
-    """Fields of Megatron-Core's TransformerConfig, OptimizerConfig, DistributedDataParallelConfig, OptimizerParamScheduler."""
+    """Fields of Megatron-Core's TransformerConfig, OptimizerConfig, DistributedDataParallelConfig and
+    OptimizerParamScheduler."""
     sglang: dict[str, Any] = Field(default={})
 
     def dump(self) -> str:
@@ -183,10 +185,8 @@ def _suggest(path: Sequence[Any]) -> str:
     known = _known_keys(parents)
     if near := difflib.get_close_matches(key, known, n=1):
         return "did you mean " + ".".join([*parents, near[0]]) + "?"
-    tables = [
-        name for name, field in Config.model_fields.items() if key in _table(field.annotation, Config).model_fields
-    ]
-    elsewhere = [f"{name}.{key}" for name in tables if name not in parents]
+    tables = {name: _table(field.annotation, Config) for name, field in Config.model_fields.items()}
+    elsewhere = [f"{name}.{key}" for name, table in tables.items() if key in table.model_fields and name not in parents]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
     return f"known: {', '.join(known)}"
