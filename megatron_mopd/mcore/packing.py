@@ -92,7 +92,6 @@ class MicroBatch:
     rollout_logprobs: np.ndarray  # [T] float32
     teacher_logprobs: np.ndarray  # [T] float32
     cell: np.ndarray  # [T] int64, index into Batch.cells; 0 on padding
-    row_cell: np.ndarray  # [n] the cell of each row, on every rank
 
 
 def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> MicroBatch:
@@ -143,7 +142,6 @@ def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> M
         rollout_logprobs=column(batch.rollout_logprobs[at], np.float32),
         teacher_logprobs=column(batch.teacher_logprobs[at], np.float32),
         cell=column(batch.cell[row], np.int64),
-        row_cell=batch.cell,
     )
 
 

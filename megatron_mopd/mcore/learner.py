@@ -1,0 +1,197 @@
+"""5 UPDATE: the student on Megatron-Core, updated by one batch at a time with whatever objective the config names.
+
+Promises (tests/distributed/test_layouts.py): the loss and the gradient of a batch do not depend on the layout (TP, SP,
+EP, ETP, PP, VPP, CP, DP), on how rows are split into micro-batches, or on their order. What makes it so:
+- the coefficient of a token holds the normaliser of the whole batch, so contributions are added, over micro-batches and
+  ranks;
+- Megatron's per-token mode sums gradients and divides by a count that it all-reduces. We report packed tokens and scale
+  the loss by their total, which cancels; load-balancing losses, which Megatron scales by the same tokens, stay means.
+
+Micro-batches differ in length; with pipeline parallelism the stages tell each other the shapes (variable_seq_lengths).
+
+Shape suffixes: T packed tokens of a micro-batch on this context-parallel rank, N tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mopd.config import Config
+from megatron_mopd.errors import UserError
+from megatron_mopd.mcore import device, weights
+from megatron_mopd.mcore.families import family_of, read_hf_config
+from megatron_mopd.mcore.head import LogprobHead
+from megatron_mopd.mcore.layout import Layout
+from megatron_mopd.mcore.metrics import cell_metrics, micro_batch_sums, reduce_sums, total_loss
+from megatron_mopd.mcore.microbatch import DeviceMicroBatch, Rows, micro_batches
+from megatron_mopd.mcore.model import build_model, split_megatron_table
+from megatron_mopd.mcore.optimizer import build_optimizer, wrap
+from megatron_mopd.objectives import build_objective
+from megatron_mopd.objectives.normalisation import row_weights
+from megatron_mopd.types import StepMetrics
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+_REFUSED = {
+    "calculate_per_token_loss": "the objective fixes how losses are added",
+    "overlap_moe_expert_parallel_comm": "it bypasses the log-prob head",
+    "defer_embedding_wgrad_compute": "it bypasses the log-prob head",
+}
+
+# From a micro-batch and the head's output [1, T, 2] to what Megatron's schedule takes: loss, token count, what to keep.
+LossFunction = Callable[[DeviceMicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+class Learner:
+    """The student of this process group, on this rank. Needs `parallel.initialize_parallel` with the config's layout.
+
+    `step` counts the updates since the weights were loaded. Every method is collective: all ranks call it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        for key, reason in _REFUSED.items():
+            if key in config.megatron:
+                raise UserError(f"megatron.{key} cannot be set: {reason}; remove it")
+        self.config = config
+        self.layout = Layout.from_table(config.megatron)
+        self.objective = build_objective(config.objective)
+        hf_config = read_hf_config(config.student.checkpoint)
+        self.vocab_size = family_of(hf_config).architecture(hf_config).vocab_size
+        self.models = build_model({**config.megatron, "calculate_per_token_loss": True}, hf_config)
+        if self.models[-1].post_process:
+            LogprobHead.install(self.models[-1], self.vocab_size, config.rollout.temperature)
+        self._table = split_megatron_table(config.megatron)
+        self.chunks = wrap(self.models, self._table)
+        self.load_hf(config.student.checkpoint)
+
+    def load_hf(self, folder: Path) -> None:
+        """Start anew from the weights of a Hugging Face folder of the same architecture: step 0, fresh optimizer."""
+        self.sync_params()
+        weights.load_hf(self.models, folder)
+        self._source = folder
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Fresh optimizer state and schedule at step 0, for the weights as they are."""
+        self.step = 0
+        self.optimizer, self.scheduler = build_optimizer(self.chunks, self._table, self.config.run.num_steps)
+
+    def update(self, batch: Rows) -> StepMetrics:
+        """One optimizer step on the whole batch. Raises UserError where the loss or the gradient is not finite."""
+        assert len(batch), "an update needs a trajectory"
+        num_cells = len(batch.cells)
+        mine, num_packed = self._micro_batches(batch)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = reduce_sums(self._run(mine, partial(self._loss, num_cells, num_packed)), num_cells)
+        loss = total_loss(sums)
+        self._refuse_unless_finite("loss", loss)
+        self.scheduler.step(1)
+        _, grad_norm, _ = self.optimizer.step()
+        self._refuse_unless_finite("gradient norm", grad_norm)
+        self.step += 1
+        return StepMetrics(
+            step=self.step,
+            loss=loss,
+            grad_norm=float(grad_norm),
+            learning_rate=float(get_canonical_lr_for_logging(self.optimizer.param_groups)),
+            num_tokens=int(batch.lengths.sum()),
+            num_micro_batches=len(mine),
+            cells=cell_metrics(sums, batch.cells, batch.cell),
+        )
+
+    @torch.no_grad()
+    def logprobs(self, batch: Rows) -> np.ndarray:
+        """Student log-prob of every token [N] float32 on every rank, 0 for the first of a row. Changes nothing."""
+        mine, _ = self._micro_batches(batch)
+        for chunk in self.chunks:
+            chunk.eval()
+        parts = self._run(mine, _keep_logprobs, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        logprobs_N = torch.zeros(int(batch.lengths.sum()), device=device.DEVICE)
+        for micro, logprobs_T in zip(mine if parts else [], parts, strict=True):
+            real_T = micro.token_T >= 0
+            logprobs_N[micro.token_T[real_T]] = logprobs_T[real_T]
+        dist.all_reduce(logprobs_N, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if self.layout.pp > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(logprobs_N, last, group=parallel_state.get_pipeline_model_parallel_group())
+        return logprobs_N.cpu().numpy()
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face folder, with the tokenizer and config of the folder they came from."""
+        self.sync_params()
+        weights.export_hf(self.models, self._source, folder)
+
+    def sync_params(self) -> None:
+        """Wait for weights that are still on their way from the last step (overlap_param_gather)."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def _micro_batches(self, batch: Rows) -> tuple[list[DeviceMicroBatch], int]:
+        row_weight = row_weights(batch.loss_tokens, self.config.objective.normalisation)
+        max_tokens = self.config.learner.micro_batch_tokens
+        return micro_batches(batch, row_weight, self.layout, max_tokens, self.vocab_size)
+
+    def _run(self, mine: Sequence[DeviceMicroBatch], loss: LossFunction, forward_only: bool = False) -> list[Tensor]:
+        """Megatron's schedule over the micro-batches; what `loss` keeps of each, on ranks of the last stage."""
+        return get_forward_backward_func()(
+            forward_step_func=partial(self._forward, loss),
+            data_iterator=[iter(mine) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(mine),
+            seq_length=1,  # not read: shapes travel with the tensors
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _forward(self, loss: LossFunction, mine: Iterator[DeviceMicroBatch], chunk: Any) -> tuple[Tensor, partial]:
+        micro = next(mine)
+        model = chunk.module.module if self.models[0].config.bf16 else chunk.module
+        with model.output_layer.scoring(micro.target_T) if model.post_process else nullcontext():
+            output = chunk(
+                input_ids=micro.input_ids_T[None],
+                position_ids=micro.position_ids_T[None],
+                attention_mask=None,
+                packed_seq_params=micro.sequences,
+            )
+        return output, partial(loss, micro)
+
+    def _loss(
+        self, num_cells: int, num_packed: int, micro: DeviceMicroBatch, output: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs_T, entropy_T = output[0].unbind(-1)
+        detached_T = logprobs_T.detach()
+        terms = self.objective(detached_T, micro.columns)
+        loss = (terms.coefficient_T * logprobs_T).sum() * num_packed
+        num_tokens = torch.tensor(len(logprobs_T), dtype=torch.int, device=device.DEVICE)
+        sums = micro_batch_sums(terms, micro.columns, detached_T, entropy_T.detach(), micro.cell_T, num_cells)
+        return loss, num_tokens, sums
+
+    def _refuse_unless_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise UserError(
+                f"the {what} of step {self.step + 1} is {value}; go on from the last checkpoint with a lower "
+                "megatron.lr, megatron.clip_grad or objective.r_max"
+            )
+
+
+def _keep_logprobs(micro: DeviceMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logprobs_T = output[0, :, 0]
+    return logprobs_T.sum(), torch.tensor(len(micro.target_T), dtype=torch.int), logprobs_T
