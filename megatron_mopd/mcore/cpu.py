@@ -116,7 +116,7 @@ def _redirect_device_literals() -> None:
     def to(self, *args, **kwargs):
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = "cpu"
-        return upstream_to(self, *("cpu" if _is_cuda(a) else a for a in args), **kwargs)
+        return upstream_to(self, *("cpu" if _is_cuda(a) else a for a in args), **kwargs)  # pyright: ignore
 
     def type_(self, *args, **kwargs):
         result = upstream_type(self, *args, **kwargs)

@@ -135,7 +135,7 @@ class LocalCoreAttention(MegatronModule):
         assert attention_bias is None
         assert attention_mask is None, "the causal mask comes from the positions"
         if self.config.multi_latent_attention and self.config.tensor_model_parallel_size > 1:
-            key = _sum_rope_gradient_over_tp(key, self.config.qk_pos_emb_head_dim)
+            key = _sum_rope_gradient_over_tp(key, self.config.qk_pos_emb_head_dim)  # pyright: ignore
         if self.cp_group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x, True, self.cp_group) for x in (key, value))
         if packed_seq_params is None:

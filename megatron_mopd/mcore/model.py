@@ -75,10 +75,7 @@ class MegatronTable:
 
 
 def split_megatron_table(table: Mapping[str, Any]) -> MegatronTable:
-    """Sort the user's keys by owner. Raises UserError for a key that no part of Megatron has, and for one that is ours.
-
-    A number in a string is a number: YAML reads `1e-3` as text.
-    """
+    """Sort the user's keys by owner. UserError for a key that no part of Megatron has, and for one that is ours."""
     transformer = MLATransformerConfig if table.get("multi_latent_attention") else TransformerConfig
     owners = {
         "transformer": {f.name for f in dataclasses.fields(transformer)},
@@ -93,17 +90,7 @@ def split_megatron_table(table: Mapping[str, Any]) -> MegatronTable:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             raise UserError(f"unknown key megatron.{key}" + (f"; did you mean {near[0]}?" if near else ""))
-    values = {key: _number(value) for key, value in table.items()}
-    return MegatronTable(**{name: {k: values[k] for k in values if k in keys} for name, keys in owners.items()})
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    return MegatronTable(**{name: {k: table[k] for k in table if k in keys} for name, keys in owners.items()})
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -188,7 +175,7 @@ def _build_stage(config: TransformerConfig, hf_config: Mapping[str, Any], vp_sta
         use_local_layers(spec)
     model = GPTModel(
         config,
-        spec,
+        spec,  # pyright: ignore[reportArgumentType] (a block spec; upstream's own annotation is too narrow)
         vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=architecture.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -6,11 +6,14 @@ Works under torchrun and alone (one process, no environment needed).
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
+from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.layout import Layout
 
@@ -30,7 +33,7 @@ def init_distributed(timeout_s: float) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(device.BACKEND, timeout=timeout)
     else:
-        dist.init_process_group(device.BACKEND, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(device.BACKEND, timeout=timeout, store=HashStore(), rank=0, world_size=1)
 
 
 def initialize_parallel(layout: Layout, seed: int) -> None:
@@ -51,6 +54,24 @@ def initialize_parallel(layout: Layout, seed: int) -> None:
     )
     torch.manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     model_parallel_cuda_manual_seed(seed)
+
+
+def on_rank_zero(action: Callable[[], object]) -> None:
+    """Run `action` on rank 0 while the others wait for it.
+
+    If it raises, rank 0 raises and every other rank leaves with rank 0's exit code, so that nobody waits for a dead rank.
+    """
+    code = torch.zeros(1, dtype=torch.int32, device=device.DEVICE)
+    try:
+        if dist.get_rank() == 0:
+            action()
+    except BaseException as error:
+        code.fill_(2 if isinstance(error, UserError) else 1)
+        raise
+    finally:
+        dist.broadcast(code, src=0)
+    if code.item():
+        raise SystemExit(int(code.item()))
 
 
 def shutdown() -> None:

@@ -1,0 +1,240 @@
+"""A Hugging Face folder into Megatron models, and back into a folder that transformers and SGLang read.
+
+Promises (tests/distributed/test_weights.py): loading then exporting gives the same tensors bit for bit in every layout;
+a folder that does not match the model is refused before anything is written; no parameter is left unset; nothing larger
+than one tensor (loading) or one shard (export) is held beside the model; a reader never sees a half-written folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_mopd.errors import UserError
+from megatron_mopd.mcore.families import read_hf_config
+from megatron_mopd.mcore.parameters import Parameter, geometry_of, parameters_of
+from megatron_mopd.mcore.sharding import Geometry
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+
+INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 4 << 30
+"""A shard file is closed once it holds this much."""
+BUCKET_BYTES = 256 << 20
+"""Slices are gathered over tensor-parallel ranks in messages of about this size."""
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def load_hf(models: Sequence[GPTModel], folder: Path) -> None:
+    """Fill every parameter of this rank from a Hugging Face checkpoint, tensor by tensor, cast to the parameter's dtype.
+
+    Collective. Raises the same UserError on every rank where the folder is no checkpoint, or where tensors are missing,
+    unknown or of another shape; then no parameter was touched.
+    """
+    folder = Path(folder)
+    hf_config = read_hf_config(folder)
+    checkpoint = _Checkpoint(folder)
+    parameters, geometry = parameters_of(models, hf_config), geometry_of(models, hf_config)
+    _refuse_mismatch(checkpoint, parameters, geometry)
+    for parameter in parameters:
+        parameter.tensor.fill_(math.nan)
+    for parameter in parameters:
+        full = [checkpoint.tensor(name) for name in parameter.hf_names]
+        group = parameter.group
+        parameter.tensor.copy_(parameter.sharding.shard(full, geometry, group.rank(), group.size()))
+    if unset := [p for p in parameters if p.tensor.isnan().any()]:
+        raise UserError(f"checkpoint {folder} holds NaN in {', '.join(unset[0].hf_names)}; use another checkpoint")
+
+
+class _Checkpoint:
+    """Reads single tensors of a safetensors folder, sharded or not."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._open: dict[str, Any] = {}
+
+    @cached_property
+    def file_of(self) -> dict[str, str]:
+        """Tensor name to file name."""
+        if (self.folder / INDEX_FILE).is_file():
+            file_of = json.loads((self.folder / INDEX_FILE).read_text())["weight_map"]
+            if absent := sorted({f for f in file_of.values() if not (self.folder / f).is_file()}):
+                raise UserError(f"checkpoint {self.folder} is incomplete: {absent[0]} of its index does not exist")
+            return file_of
+        files = sorted(self.folder.glob("*.safetensors"))
+        return {name: file.name for file in files for name in list(self._file(file.name).keys())}
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.folder / name, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{self.folder / name} is not a safetensors file: {error}") from None
+        return self._open[name]
+
+    def problem(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """What keeps the tensor from being read at this shape."""
+        if name not in self.file_of:
+            return f"{name} is missing"
+        try:
+            got = self._file(self.file_of[name]).get_slice(name).get_shape()
+        except (SafetensorError, UserError) as error:
+            return f"{name} cannot be read: {error}"
+        return None if tuple(got) == shape else f"{name} is {got}, the model needs {list(shape)}"
+
+    def tensor(self, name: str) -> Tensor:
+        return self._file(self.file_of[name]).get_tensor(name)
+
+
+def _refuse_mismatch(checkpoint: _Checkpoint, parameters: Sequence[Parameter], geometry: Geometry) -> None:
+    wanted, problems = set(), []
+    for parameter in parameters:
+        shapes = parameter.sharding.shapes(tuple(parameter.tensor.shape), geometry, parameter.group.size())
+        for name, shape in zip(parameter.hf_names, shapes, strict=True):
+            wanted.add(name)
+            if problem := checkpoint.problem(name, shape):
+                problems.append(problem)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (wanted, problems))
+    known = set().union(*(names for names, _ in of_ranks))
+    found = sorted({problem for _, of_rank in of_ranks for problem in of_rank})
+    found += [f"{name} is not a tensor of this model" for name in sorted(checkpoint.file_of.keys() - known)]
+    if found:
+        more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+        raise UserError(f"checkpoint {checkpoint.folder} does not match its config.json: {'; '.join(found[:8])}{more}")
+
+
+def export_hf(
+    models: Sequence[GPTModel], source_folder: Path, out_folder: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the models as a Hugging Face folder, with config, tokenizer and templates of `source_folder`.
+
+    Collective, and complete on every rank when it returns. Each owner of (expert-) tensor-parallel slices gathers them
+    and writes its own shard files beside `out_folder`; rank 0 adds the index and renames, replacing an older folder of
+    that name.
+    """
+    source_folder, out_folder = Path(source_folder), Path(out_folder)
+    hf_config = read_hf_config(source_folder)
+    partial = out_folder.with_name(f".{out_folder.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    writer = _ShardWriter(partial, shard_bytes)
+    for name, tensor in _full_tensors(parameters_of(models, hf_config), geometry_of(models, hf_config)):
+        writer.add(name, tensor)
+    writer.flush()
+    of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((writer.file_of, writer.total_bytes), of_ranks)
+    if of_ranks is not None:
+        _write_index(partial, of_ranks)
+        _copy_all_but_weights(source_folder, partial)
+        _replace(partial, out_folder)
+    dist.barrier()
+
+
+def _full_tensors(parameters: Sequence[Parameter], geometry: Geometry) -> Iterator[tuple[str, Tensor]]:
+    """On the first rank of each owning group: every Hugging Face tensor, on the CPU. Other ranks send and yield nothing."""
+    for bucket in _buckets([p for p in parameters if p.owned]):
+        shards = _gather(bucket)
+        if shards is None:
+            continue
+        for i, parameter in enumerate(bucket):
+            full = parameter.sharding.unshard([shard[i] for shard in shards], geometry)
+            yield from zip(parameter.hf_names, full, strict=True)
+
+
+def _buckets(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
+    """Parameters of one group and dtype in lists of about BUCKET_BYTES; the same lists on every rank of the group."""
+
+    def kind(p: Parameter) -> tuple[bool, str]:
+        return p.group is parameters[0].group, str(p.tensor.dtype)
+
+    for _, alike in groupby(sorted(parameters, key=kind), key=kind):
+        bucket: list[Parameter] = []
+        for parameter in alike:
+            bucket.append(parameter)
+            if sum(p.tensor.nbytes for p in bucket) >= BUCKET_BYTES:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
+
+
+def _gather(bucket: Sequence[Parameter]) -> list[list[Tensor]] | None:
+    """[rank of the group][parameter] on the first rank of the group, None on the others; one message."""
+    group = bucket[0].group
+    flat = torch.cat([p.tensor.flatten() for p in bucket])
+    received = [torch.empty_like(flat) for _ in range(group.size())] if group.rank() == 0 else None
+    if group.size() == 1:
+        received = [flat]
+    else:
+        dist.gather(flat, received, group=group, group_dst=0)
+    if received is None:
+        return None
+    sizes = [p.tensor.numel() for p in bucket]
+    return [[x.view(p.tensor.shape) for x, p in zip(rank.cpu().split(sizes), bucket, strict=True)] for rank in received]
+
+
+class _ShardWriter:
+    def __init__(self, folder: Path, shard_bytes: int):
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self.file_of: dict[str, str] = {}
+        self.total_bytes = 0
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._files = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._pending[name] = tensor.clone(memory_format=torch.contiguous_format)  # safetensors refuses shared storage
+        self._pending_bytes += tensor.nbytes
+        if self._pending_bytes >= self.shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        file = f"model-{dist.get_rank():05d}-{self._files:05d}.safetensors"
+        save_file(self._pending, self.folder / file, metadata={"format": "pt"})
+        self.file_of |= dict.fromkeys(self._pending, file)
+        self.total_bytes += self._pending_bytes
+        self._files += 1
+        self._pending, self._pending_bytes = {}, 0
+
+
+def _write_index(folder: Path, of_ranks: Sequence[tuple[dict[str, str], int]]) -> None:
+    weight_map = {name: file for file_of, _ in of_ranks for name, file in file_of.items()}
+    assert len(weight_map) == sum(len(file_of) for file_of, _ in of_ranks), "two ranks wrote one tensor"
+    index = {"metadata": {"total_size": sum(b for _, b in of_ranks)}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def _copy_all_but_weights(source: Path, target: Path) -> None:
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(file, target / file.name)
+
+
+def _replace(partial: Path, folder: Path) -> None:
+    """Rename; where the folder exists, it steps aside first, so that no moment has half of each."""
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old)
+    else:
+        partial.rename(folder)

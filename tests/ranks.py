@@ -1,0 +1,109 @@
+"""Pools of gloo ranks that live for a whole test run: one start per size, then well under a second a case.
+
+    def case(layout): ...            # at the top of a test module, so that a worker can import it
+    results = ranks(2)(case, layout)   # one result per rank
+
+A rank's traceback is shown where one fails; a pool that fails or takes too long is stopped, and the next case starts another.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+class Pool:
+    def __init__(self, size: int):
+        self.size = size
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __call__(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """Run `function(*args)` on every rank at once. Raises AssertionError with the first traceback, or TimeoutError."""
+        if not self._workers:
+            self._start()
+        for _, connection in self._workers:
+            connection.send((function, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(results) < self.size:
+            open_ranks = {c: rank for rank, (_, c) in enumerate(self._workers) if rank not in results}
+            ready = wait(list(open_ranks), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.stop()
+                raise TimeoutError(f"ranks {sorted(open_ranks.values())} of {self.size} took longer than {timeout_s} s")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                results[open_ranks[connection]] = self._receive(connection, open_ranks[connection])
+        return [results[rank] for rank in range(self.size)]
+
+    def _receive(self, connection: Connection, rank: int) -> Any:
+        try:
+            failed, result = connection.recv()
+        except EOFError:
+            failed, result = True, "the process ended"
+        if failed:
+            self.stop()  # the other ranks may wait for this one in a collective
+            raise AssertionError(f"rank {rank} of {self.size}:\n{result}")
+        return result
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, rank, self.size, store, sys.path), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def stop(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers = []
+
+
+def _work(connection: Connection, rank: int, size: int, store: str, path: list[str]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path[:] = path
+    import torch
+    import torch.distributed as dist
+
+    from megatron_mopd.mcore import device  # noqa: F401
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((False, function(*args)))
+        except BaseException:
+            connection.send((True, traceback.format_exc()))
+
+
+class Pools:
+    """The pools of a test run by size: `ranks(4)` is the pool of four."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __call__(self, size: int) -> Pool:
+        return self._pools.setdefault(size, Pool(size))
+
+    def stop(self) -> None:
+        for pool in self._pools.values():
+            pool.stop()
