@@ -1,8 +1,8 @@
 """YAML files and `a.b=c` overrides as plain nested dicts: read, overlay, set, write.
 
-Two habits of PyYAML would hurt a configuration: it reads `lr: 1e-4` as a string, and of two equal keys it drops the first
-without a word. Here the former is a number (as in YAML 1.2) and the latter is refused. Promises: no function changes its
-arguments; `read_yaml` of what `write_yaml` wrote is the same tree; every mistake is a UserError of one line.
+Two habits of PyYAML would hurt a configuration: it reads `lr: 1e-4` as a string, and of two equal keys it drops the
+first without a word. Here the former is a number (as in YAML 1.2) and the latter is refused. Promises: nothing changes
+its arguments; `read_yaml` of what `write_yaml` wrote is the same tree; every mistake is a UserError of one line.
 """
 
 from __future__ import annotations
