@@ -56,7 +56,9 @@ class Pool:
         return result
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported Megatron once; the test process itself never imports it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["megatron_mopd.mcore.weights", "megatron.core.pipeline_parallel"])
         store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
         for rank in range(self.size):
             ours, theirs = context.Pipe()

@@ -34,7 +34,7 @@ def enable() -> None:
         raise RuntimeError("the CPU shim must not run on a machine with a GPU")
     if "megatron.core" in sys.modules:
         raise RuntimeError("import megatron_mopd.mcore.device before megatron.core")
-    torch.compiler.set_stance("force_eager")  # megatron.core.jit.jit_fuser is torch.compile
+    torch.compile = _eager
     _redirect_torch_cuda()
     _redirect_device_literals()
     _complete_gloo()
@@ -42,6 +42,12 @@ def enable() -> None:
     _move_moe_splits_to_host()
     _separate_adam_steps_on_load()
     _vectorise_packed_rope()
+
+
+def _eager(function=None, **_: object):
+    """megatron.core.jit.jit_fuser is torch.compile, applied at import. On a CPU the fusions gain nothing, and importing
+    the compiler takes longer than importing all of Megatron."""
+    return _eager if function is None else function
 
 
 class _Stream:
