@@ -1,9 +1,10 @@
-"""Pools of gloo ranks that live for a whole test run: one start per size, then well under a second a case.
+"""Pools of gloo ranks that live for a whole test run: one start per size, then under a second a case.
 
     def case(layout): ...            # at the top of a test module, so that a worker can import it
     results = ranks(2)(case, layout)   # one result per rank
 
-A rank's traceback is shown where one fails; a pool that fails or takes too long is stopped, and the next case starts another.
+A rank's traceback is shown where one fails; a pool that fails or takes too long is stopped, and the next case starts
+another.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Pool:
         self._workers: list[tuple[Any, Connection]] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """Run `function(*args)` on every rank at once. Raises AssertionError with the first traceback, or TimeoutError."""
+        """Run `function(*args)` on every rank at once. AssertionError with the first traceback, or TimeoutError."""
         if not self._workers:
             self._start()
         for _, connection in self._workers:

@@ -59,7 +59,8 @@ def initialize_parallel(layout: Layout, seed: int) -> None:
 def on_rank_zero(action: Callable[[], object]) -> None:
     """Run `action` on rank 0 while the others wait for it.
 
-    If it raises, rank 0 raises and every other rank leaves with rank 0's exit code, so that nobody waits for a dead rank.
+    If it raises, rank 0 raises and every other rank leaves with rank 0's exit code, so that none
+    waits for a dead rank.
     """
     code = torch.zeros(1, dtype=torch.int32, device=device.DEVICE)
     try:

@@ -39,7 +39,7 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def load_hf(models: Sequence[GPTModel], folder: Path) -> None:
-    """Fill every parameter of this rank from a Hugging Face checkpoint, tensor by tensor, cast to the parameter's dtype.
+    """Fill this rank's parameters from a Hugging Face checkpoint, tensor by tensor, cast to the parameter's dtype.
 
     Collective. Raises the same UserError on every rank where the folder is no checkpoint, or where tensors are missing,
     unknown or of another shape; then no parameter was touched.
@@ -147,7 +147,7 @@ def export_hf(
 
 
 def _full_tensors(parameters: Sequence[Parameter], geometry: Geometry) -> Iterator[tuple[str, Tensor]]:
-    """On the first rank of each owning group: every Hugging Face tensor, on the CPU. Other ranks send and yield nothing."""
+    """On the first rank of each owning group: its Hugging Face tensors, on the CPU. Other ranks only send."""
     for bucket in _buckets([p for p in parameters if p.owned]):
         shards = _gather(bucket)
         if shards is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def want(checkpoint: Path) -> list[list[torch.Tensor]]:
 def zigzag(bounds: list[int], cp: int, cp_rank: int) -> torch.Tensor:
     """Places of the pack that a context-parallel rank holds."""
     places = []
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         chunks = torch.arange(start, end).chunk(2 * cp)
         places += [chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]] if cp > 1 else [torch.arange(start, end)]
     return torch.cat(places)
