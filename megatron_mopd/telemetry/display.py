@@ -7,12 +7,13 @@ context manager), and lines that others print meanwhile appear above it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -23,8 +24,9 @@ from megatron_mopd.telemetry.registry import cell_key
 from megatron_mopd.types import Cell
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SPARK_STEPS = 24
+SPARK_WIDTH = 48
 ETA_STEPS = 20
+BAR_WIDTH = 6
 Row = Mapping[str, float]
 
 
@@ -44,7 +46,7 @@ class Display:
         self._title, self._num_steps, self._cells = title, num_steps, cells
         self._console = console or Console()
         self._step, self._row = done_steps, {}
-        self._kl: deque[float] = deque(maxlen=SPARK_STEPS)
+        self._kl: list[float] = []
         self._step_s: deque[float] = deque(maxlen=ETA_STEPS)
         self._start = time.monotonic()
         self._live = None
@@ -78,7 +80,11 @@ class Display:
 
     def __rich__(self) -> Panel:
         parts = [self._progress(), Text("")]
-        parts += [self._numbers(), Text(""), self._grid()] if self._row else [Text("first step ...", "dim")]
+        parts += (
+            [self._numbers(), *self._course(), Text(""), *self._grid()]
+            if self._row
+            else [Text("first step ...", "dim")]
+        )
         return Panel(
             Group(*parts), title=Text(self._title, "bold"), border_style="dim", width=min(88, self._console.width)
         )
@@ -88,6 +94,7 @@ class Display:
         return [
             ("loss", _format(row, "train/loss", "{:+.4f}")),
             ("kl", _format(row, "train/reverse_kl", "{:.4f}")),
+            ("entropy", _format(row, "train/entropy", "{:.3f}")),
             ("clip", _format(row, "train/clip_fraction", "{:.2%}")),
             ("grad", _format(row, "train/grad_norm", "{:.3f}")),
             ("within budget", _format(row, "rollout/reward_within_budget", "{:.3f}")),
@@ -103,39 +110,45 @@ class Display:
         bar.add_row(
             Text(f"step {self._step}/{self._num_steps}", "bold"),
             ProgressBar(self._num_steps, self._step),
-            Text(f"{_clock(elapsed)} gone, {_clock(self._eta_s())} left", "dim"),
+            Text(f"{_clock(elapsed)} elapsed, {_clock(self._eta_s())} left", "dim"),
         )
         return bar
 
     def _numbers(self) -> Table:
-        """Two rows of three figures, and the course of the reverse KL."""
-        figures = [(label, text) for label, text in self._figures() if text]
-        names = {"kl": "reverse KL", "clip": "clipped", "grad": "gradient norm", "tok/s": "tokens/s"}
+        """Rows of three figures."""
+        figures = [(label, text) for label, text in self._figures() if text and label != "kl"]  # see _course
+        names = {"clip": "clipped", "grad": "gradient norm", "tok/s": "tokens/s"}
         grid = Table.grid(padding=(0, 3))
         for i in range(0, len(figures), 3):
             cells = [Text.assemble((f"{names.get(n, n)} ", "dim"), (t, "bold")) for n, t in figures[i : i + 3]]
             grid.add_row(*cells)
-        if len(self._kl) > 1:
-            grid.add_row(Text.assemble(("KL ", "dim"), (sparkline(list(self._kl)), "cyan")))
         return grid
 
-    def _grid(self) -> Table:
+    def _course(self) -> list[Text]:
+        if not self._kl:
+            return []
+        first, last = f"{self._kl[0]:.3f} ", f" {self._kl[-1]:.3f}"
+        return [Text.assemble(("reverse KL ", "dim"), first, (sparkline(self._kl, SPARK_WIDTH), "cyan"), last)]
+
+    def _grid(self) -> list[RenderableType]:
         efforts = list(dict.fromkeys(c.effort for c in self._cells))
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left")
-        table.add_column("within budget · KL", no_wrap=True)
+        table.add_column("", no_wrap=True)
         for effort in efforts:
             table.add_column(effort, no_wrap=True)
         for domain in dict.fromkeys(c.domain for c in self._cells):
             table.add_row(domain, *(self._cell(Cell(domain, effort)) for effort in efforts))
-        return table
+        return [table, Text("reward within budget, reverse KL", "dim italic")]
 
     def _cell(self, cell: Cell) -> Text:
         reward = self._row.get(cell_key(cell, "reward_within_budget"))
         if reward is None:
             return Text("-", "dim")
         kl = _format(self._row, cell_key(cell, "reverse_kl"), " {:.3f}")
-        full = round(8 * reward)
-        return Text.assemble(("━" * full, "green"), ("━" * (8 - full), "bright_black"), f" {reward:.2f}", (kl, "dim"))
+        full = round(BAR_WIDTH * reward)
+        return Text.assemble(
+            ("━" * full, "green"), ("━" * (BAR_WIDTH - full), "bright_black"), f" {reward:.2f}", (kl, "dim")
+        )
 
     def _eta_s(self) -> float | None:
         if not self._step_s:
@@ -143,11 +156,14 @@ class Display:
         return (self._num_steps - self._step) * sum(self._step_s) / len(self._step_s)
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """Example: sparkline([3, 2, 1, 0]) == "█▆▃▁"."""
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` blocks, evenly picked, the last value among them. Example: [3, 2, 1, 0] gives "█▆▃▁"."""
+    if len(values) > width:
+        values = [values[(i + 1) * len(values) // width - 1] for i in range(width)]
+    values = [v for v in values if math.isfinite(v)] or [0.0]
     low, high = min(values), max(values)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((v - low) * scale)] if v == v else " " for v in values)
+    return "".join(BLOCKS[round((v - low) * scale)] for v in values)
 
 
 def _format(row: Row, key: str, form: str) -> str:

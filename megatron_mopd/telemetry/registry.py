@@ -14,7 +14,7 @@ from megatron_mopd.types import Cell
 
 @dataclass(frozen=True)
 class Metric:
-    """Example: Metric("train/loss", "nats", "the objective of this step")."""
+    """A number without a unit has the unit "". Example: Metric("train/loss", "nats", "the objective of this step")."""
 
     name: str
     unit: str
@@ -27,8 +27,8 @@ def _by_name(*metrics: Metric) -> dict[str, Metric]:
 
 RUN_METRICS = _by_name(
     Metric("train/loss", "nats", "the objective of this step, over the whole batch"),
-    Metric("train/grad_norm", "1", "global gradient norm before clipping"),
-    Metric("train/learning_rate", "1", "learning rate of this update"),
+    Metric("train/grad_norm", "", "global gradient norm before clipping"),
+    Metric("train/learning_rate", "", "learning rate of this update"),
     Metric("train/reverse_kl", "nats/token", "student - teacher log-probs, token mean, before clipping"),
     Metric("train/clip_fraction", "share", "tokens whose log-ratio lies outside +-R_max"),
     Metric("train/entropy", "nats/token", "student's entropy over the vocabulary at the sampling temperature"),

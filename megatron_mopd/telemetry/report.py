@@ -75,10 +75,9 @@ def write_report(run_folder: Path) -> Path:
         _tiles(curves, summary),
         _grid(summary, curves.efforts) if summary else "",
         *(_cell_section(curves, *section) for section in SECTIONS),
-        _token_share(curves),
         _run_section(curves, "Optimisation", OPTIMISATION),
-        _run_section(curves, "Health", HEALTH),
-        _time_section(curves),
+        _run_section(curves, "Health and speed", HEALTH),
+        f'<div class="pair">{_time_section(curves)}{_token_share(curves)}</div>',
         _configuration(summary, config),
     ]
     page = (
@@ -213,10 +212,9 @@ def _figure(title: str, chart: str, text: str = "") -> str:
 
 
 def _configuration(summary: Mapping[str, Any] | None, config: Mapping[str, Any] | None) -> str:
-    layout = "".join(
-        f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>"
-        for k, v in (summary["layout"] if summary else {}).items()
+    layout = " · ".join(
+        f"{escape(str(k))} <b>{escape(str(v))}</b>" for k, v in (summary["layout"] if summary else {}).items()
     )
     text = yaml.safe_dump(redact(config, os.environ), sort_keys=False) if config else "no config.yaml in the run folder"
-    table = f"<h2>Layout</h2><table>{layout}</table>" if layout else ""
-    return f"<section>{table}<details><summary>Configuration</summary><pre>{escape(text)}</pre></details></section>"
+    paragraph = f"<h2>Layout</h2><p>{layout}</p>" if layout else ""
+    return f"<section>{paragraph}<details><summary>Configuration</summary><pre>{escape(text)}</pre></details></section>"

@@ -23,6 +23,8 @@ section { padding: 18px 20px; margin-top: 16px; }
 .tile { padding: 12px 16px; } .tile span, .tile i { display: block; color: var(--soft); font-size: 13px;
   font-style: normal; }
 .tile b { font-size: 24px; font-variant-numeric: tabular-nums; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); gap: 0 16px; }
+.pair .charts { grid-template-columns: 1fr; } .pair .chart { max-width: none; } .pair .tick { font-size: 8px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(270px, 1fr)); gap: 8px 16px; }
 figure { margin: 0; } figcaption { font-size: 13px; font-weight: 600; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; margin-bottom: 6px; }
@@ -40,11 +42,12 @@ svg { display: block; width: 100%; height: auto; overflow: visible; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; }
   th, td { padding: 6px 14px 6px 0; text-align: left; }
 .grid { width: 100%; font-variant-numeric: tabular-nums; } .grid th { color: var(--soft); font-weight: 600; }
-.grid td { min-width: 190px; border-top: 1px solid var(--rule); padding: 10px 24px 10px 0; }
+.grid td { white-space: nowrap; min-width: 190px; border-top: 1px solid var(--rule); padding: 10px 24px 10px 0; }
   .grid tr > th:first-child { width: 90px; }
 .track { max-width: 240px; } .track .gap { stroke: var(--soft); stroke-width: 3; opacity: .45; }
   .track .teacher { stroke: var(--ink); stroke-width: 2.5; }
 .track .sft { fill: var(--card); stroke: var(--soft); stroke-width: 2; } .track .student { fill: currentColor; }
 .track .error { stroke: currentColor; stroke-width: 1.5; fill: none; }
-pre { overflow-x: auto; font-size: 13px; line-height: 1.45; } summary { cursor: pointer; font-weight: 600; }
+pre { overflow-x: auto; font-size: 13px; line-height: 1.45; }
+details { margin-top: 8px; } summary { cursor: pointer; font-weight: 600; }
 """

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 380, 210
+WIDTH, HEIGHT = 380, 200
 LEFT, RIGHT, TOP, BOTTOM = 48, 10, 10, 26
+Y_TICKS, X_TICKS = 4, 6
 MAX_POINTS = 300
 """A longer series is drawn as the means of this many stretches of steps."""
 
@@ -66,7 +67,7 @@ def stacked_chart(series: Sequence[Series], title: str) -> str:
         roof = [below + (value or 0.0) for below, value in zip(floor, s.values, strict=True)]
         layers.append((s, floor, roof))
         floor = roof
-    axes = _axes(thinned, (0.0, _nice_ceiling(max(floor, default=1.0))))
+    axes = _axes(thinned, _round_range(0.0, max(floor, default=1.0)))
     areas = [
         f'<path class="area s{s.colour}" data-series="{escape(s.metric)}" d="{_area_path(s.steps, low, high, axes)}">'
         f"<title>{escape(_last_value(s))}</title></path>"
@@ -94,10 +95,9 @@ def track(sft: float, student: float, teacher: float, student_stderr: float, lev
 
 
 def value_range(series: Sequence[Series]) -> tuple[float, float]:
-    """A y-axis for all of them: from 0 (or below, if they go there) to a round number above."""
+    """A y-axis for all of them, from tick to tick, that holds 0."""
     values = [v for s in series for v in s.values if v is not None]
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    return (-_nice_ceiling(-low) if low < 0 else 0.0), (_nice_ceiling(high) if high > 0 else 0.0)
+    return _round_range(min(0.0, *values, 0.0), max(0.0, *values, 0.0))
 
 
 def _thin(s: Series) -> Series:
@@ -137,11 +137,11 @@ def _area_path(steps: Sequence[int], low: Sequence[float], high: Sequence[float]
 
 def _grid(axes: Axes) -> str:
     parts = []
-    for value in _ticks(axes.y0, axes.y1, 4):
+    for value in _ticks(axes.y0, axes.y1, Y_TICKS):
         y = axes.y(value)
         parts.append(f'<path class="rule" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{value:.4g}</text>')
-    for step in _ticks(axes.x0, axes.x1, 5):
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{value + 0.0:,.6g}</text>')
+    for step in _ticks(axes.x0, axes.x1, X_TICKS):
         if step == int(step):
             x = axes.x(step)
             parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{int(step)}</text>')
@@ -151,17 +151,23 @@ def _grid(axes: Axes) -> str:
 def _ticks(low: float, high: float, about: int) -> list[float]:
     if high <= low:
         return [low]
-    size = _nice_ceiling((high - low) / about)
-    first = math.ceil(low / size - 1e-9)
-    return [round(i * size, 12) for i in range(first, math.floor(high / size + 1e-9) + 1)]
+    size = _tick_size(low, high, about)
+    first, last = math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9)
+    return [i * size for i in range(first, last + 1)]
 
 
-def _nice_ceiling(value: float) -> float:
-    """The smallest of 1, 1.5, 2, 3, 4, 5, 8, 10 times a power of ten that is not below `value`."""
-    if value <= 0:
-        return 0.0
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(n * power for n in (1, 1.5, 2, 3, 4, 5, 8, 10) if n * power >= value * (1 - 1e-9))
+def _round_range(low: float, high: float) -> tuple[float, float]:
+    if high <= low:
+        return low, low + 1.0
+    size = _tick_size(low, high, Y_TICKS)
+    return math.floor(low / size + 1e-9) * size, math.ceil(high / size - 1e-9) * size
+
+
+def _tick_size(low: float, high: float, about: int) -> float:
+    """1, 2, 2.5 or 5 times a power of ten, such that about so many fit."""
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= raw * (1 - 1e-9))
 
 
 def _last_value(s: Series) -> str:

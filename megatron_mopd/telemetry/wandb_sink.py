@@ -49,6 +49,10 @@ class WandbSink:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                env={
+                    "WANDB_ERROR_REPORTING": "false",
+                    **os.environ,
+                },  # W&B's reports on itself; the user's word goes first
                 start_new_session=True,  # Ctrl-C is for the trainer, which then ends the pipe
             )
         if self._killed:  # given up between the two lines above
