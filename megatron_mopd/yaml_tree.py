@@ -63,7 +63,7 @@ def read_yaml(file: Path) -> Tree:
 
 
 def write_yaml(tree: Tree) -> str:
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
 def overlay(below: Tree, above: Tree) -> Tree:
