@@ -1,10 +1,11 @@
 """Make the checkpoints that multi-teacher distillation starts from, with the learner that later distils them:
 
-    torchrun --nproc-per-node 2 -m examples.quickstart.make_checkpoints [a.b=c ...]
+    python -m examples.quickstart.make_checkpoints CONFIG [a.b=c ...]
 
-The SFT policy learns from demonstrations of all nine cells with all processes as data-parallel ranks. Each teacher then
-goes on from the SFT policy with the demonstrations of its cell, on one process of its own: a step of so small a model
-is mostly overhead, which data parallelism does not divide. Overrides lie over mopd.yaml, sft.yaml and teacher.yaml.
+It starts `launch.num_processes` ranks; under torchrun, torchrun decides. The SFT policy learns from demonstrations of
+all nine cells with all processes as data-parallel ranks. Each teacher then goes on from the SFT policy with the
+demonstrations of its cell, on one process of its own: a step of so small a model is mostly overhead, which data
+parallelism does not divide. sft.yaml and teacher.yaml overlay CONFIG.
 
 Promises: checkpoints that are there are left as they are, and one that is there is complete; a teacher does not depend
 on the process that made it, nor on how many there are; rank 0 reports every checkpoint, and ends when all are there.
@@ -12,61 +13,77 @@ on the process that made it, nor on how many there are; rank 0 reports every che
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_mopd.cli import guarded
-from megatron_mopd.config import Config, Teacher, load_config
-from megatron_mopd.mcore import parallel
-from megatron_mopd.mcore.layout import Layout
-from megatron_mopd.mcore.learner import Learner
+from megatron_mopd.cli import guarded, read_config
+from megatron_mopd.config import Config, Teacher, load_config, split_arguments
 from megatron_mopd.ranks import rank, world_size
 from megatron_mopd.store import StoredBatch
 from megatron_mopd.types import Batch
 
+if TYPE_CHECKING:
+    from megatron_mopd.mcore.learner import Learner
+
 HERE = Path(__file__).parent
 
 
-def make_checkpoints(overrides: Sequence[str]) -> None:
-    config = load_config([HERE / "mopd.yaml"], overrides)
-    base, sft_policy = config.run.folder / "world" / "base", config.student.checkpoint
-    demonstrations = config.run.folder / "world" / "demonstrations"
-    teachers = [t for t in config.teachers.models if not t.checkpoint.is_dir()]
-    my_rank, num_ranks = rank(), world_size()
+def main(words: list[str]) -> int:
+    config = read_config(words)
+    if config is None:
+        return 0
+    if "RANK" not in os.environ:
+        from megatron_mopd.launch import launch
+
+        return launch("examples.quickstart.make_checkpoints", words, config.launch.num_processes, config.run.folder)
+    make_checkpoints(config, *split_arguments(words))
+    return 0
+
+
+def make_checkpoints(config: Config, files: Sequence[str], overrides: Sequence[str]) -> None:
+    from megatron_mopd.mcore import parallel
+
+    world, sft_policy = config.run.folder / "world", config.student.checkpoint
+    shares = share(config.teachers.models, world / "demonstrations", world_size())
+    my_rank = rank()
     if not sft_policy.is_dir():
-        learner = start(load_stage("sft.yaml", overrides, base))
-        train(learner, demonstrations / "sft.safetensors")
+        learner = start(stage_config(files, "sft.yaml", overrides, world / "base"))
+        train(learner, world / "demonstrations" / "sft.safetensors")
         learner.export(sft_policy)
         parallel.shutdown()
-        announce("SFT policy", my_rank)
-    if not teachers:
-        return
-    work_alone()
-    learner = start(load_stage("teacher.yaml", overrides, sft_policy))
-    mine = share(teachers, demonstrations, num_ranks)[my_rank]
-    for teacher in mine:
-        learner.load_hf(sft_policy)
-        train(learner, demonstrations / f"{teacher.name}.safetensors")
-        learner.export(teacher.checkpoint)
-        announce(f"teacher {teacher.name}", my_rank)
-    parallel.shutdown()
+    announce("SFT policy", my_rank)
+    if missing := [t for t in shares[my_rank] if not t.checkpoint.is_dir()]:
+        work_alone()
+        learner = start(stage_config(files, "teacher.yaml", overrides, sft_policy))
+        for teacher in missing:
+            learner.load_hf(sft_policy)
+            train(learner, world / "demonstrations" / f"{teacher.name}.safetensors")
+            learner.export(teacher.checkpoint)
+            announce(f"teacher {teacher.name}", my_rank)
+        parallel.shutdown()
     if my_rank == 0:
-        for teacher in [t for t in teachers if t not in mine]:
+        for teacher in itertools.chain(*shares[1:]):
             while not teacher.checkpoint.is_dir():  # torchrun ends this process if the one that makes it fails
                 time.sleep(0.1)
             announce(f"teacher {teacher.name}", my_rank)
 
 
-def load_stage(overlay: str, overrides: Sequence[str], start_from: Path) -> Config:
-    return load_config([HERE / "mopd.yaml", HERE / overlay], [*overrides, f"student.checkpoint={start_from}"])
+def stage_config(files: Sequence[str], overlay: str, overrides: Sequence[str], start_from: Path) -> Config:
+    return load_config([*files, HERE / overlay], [*overrides, f"student.checkpoint={start_from}"])
 
 
 def start(config: Config) -> Learner:
+    from megatron_mopd.mcore import parallel
+    from megatron_mopd.mcore.layout import Layout
+    from megatron_mopd.mcore.learner import Learner
+
     parallel.init_distributed(config.run.timeout_s)
     parallel.initialize_parallel(Layout.from_table(config.megatron), config.run.seed)
     return Learner(config)
@@ -107,10 +124,10 @@ def demonstration_batches(pool: StoredBatch, batch_size: int, num_steps: int, se
 
 def announce(what: str, my_rank: int) -> None:
     if my_rank == 0:
-        print(f"made the {what}", flush=True)
+        print(f"{what}: ready", flush=True)
 
 
 if __name__ == "__main__":
-    code = guarded(lambda: make_checkpoints(sys.argv[1:]), speak=rank() == 0)
+    code = guarded(lambda: main(sys.argv[1:]), speak=rank() == 0)
     sys.stdout.flush()
     os._exit(code)
