@@ -1,0 +1,83 @@
+"""Who may import what, read from the source of every module. Imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_mopd"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+TORCH_FREE = ("config.py", "yaml_tree.py", "types.py", "protocols.py", "errors.py", "cli.py", "preflight.py")
+BACKENDS = ("embedded", "sglang", "mcore")
+TOKENIZERS = ("AutoTokenizer", "PreTrainedTokenizerBase", "PreTrainedTokenizerFast")
+
+
+def imports(module: Path) -> Iterator[tuple[str, int]]:
+    """Dotted name of everything that a module imports, with the line."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def under(name: str, *packages: str) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in packages)
+
+
+def importers(*packages: str, allowed: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:
+    """Lines outside `allowed` (files or folders of the package) that import `packages`, other than `names` of them."""
+    return [
+        f"{module.relative_to(ROOT)}:{line} imports {name}"
+        for module in MODULES
+        if not any(module.is_relative_to(PACKAGE / place) for place in allowed)
+        for name, line in imports(module)
+        if under(name, *packages) and name.rpartition(".")[2] not in names
+    ]
+
+
+def test_megatron_is_imported_under_mcore_only() -> None:
+    assert importers("megatron", "transformer_engine", "apex", allowed=("mcore",)) == []
+
+
+def test_sglang_is_imported_under_sglang_only() -> None:
+    assert importers("sglang", allowed=("sglang",)) == []
+
+
+def test_transformers_models_are_imported_under_embedded_and_families_only() -> None:
+    assert importers("transformers", allowed=("embedded", "mcore/families"), names=TOKENIZERS) == []
+
+
+def test_trackers_are_imported_under_telemetry_only() -> None:
+    assert importers("wandb", "tensorboard", "torch.utils.tensorboard", allowed=("telemetry",)) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_are_imported_by_build_only(backend: str) -> None:
+    """mcore/layout.py is arithmetic on the `megatron:` table, without torch: preflight checks layouts with it."""
+    found = importers(f"megatron_mopd.{backend}", allowed=(backend, "build.py"), names=("Layout",))
+    assert found == []
+
+
+def test_objectives_know_no_engine_and_no_loop() -> None:
+    for module in sorted((PACKAGE / "objectives").glob("*.py")):
+        names = [name for name, _ in imports(module) if under(name, "megatron_mopd")]
+        known = [f"megatron_mopd.{name}" for name in ("objectives", "types", "errors", "config")]
+        foreign = [name for name in names if not under(name, *known)]
+        assert foreign == [], f"{module.name} imports {foreign}"
+
+
+def test_modules_that_answer_at_once_import_no_torch() -> None:
+    heavy = ("torch", "transformers", "megatron", "safetensors.torch", "wandb", "tensorboard")
+    found = [f"{name} imports {x}" for name in TORCH_FREE for x, _ in imports(PACKAGE / name) if under(x, *heavy)]
+    assert found == []
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    trees = {m: ast.parse(m.read_text(encoding="utf-8")) for m in MODULES}
+    assert [str(m.relative_to(ROOT)) for m, tree in trees.items() if not ast.get_docstring(tree)] == []
