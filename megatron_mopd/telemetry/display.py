@@ -132,12 +132,12 @@ class Display:
 
     def _grid(self) -> list[RenderableType]:
         efforts = list(dict.fromkeys(c.effort for c in self._cells))
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left")
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("", no_wrap=True)
         for effort in efforts:
-            table.add_column(effort, no_wrap=True)
+            table.add_column(Text(effort), no_wrap=True)
         for domain in dict.fromkeys(c.domain for c in self._cells):
-            table.add_row(domain, *(self._cell(Cell(domain, effort)) for effort in efforts))
+            table.add_row(Text(domain), *(self._cell(Cell(domain, effort)) for effort in efforts))
         return [table, Text("reward within budget, reverse KL", "dim italic")]
 
     def _cell(self, cell: Cell) -> Text:

@@ -22,7 +22,7 @@ from megatron_mopd.telemetry.registry import STEP_PARTS, cell_key, metric_of, sp
 from megatron_mopd.telemetry.report_style import STYLE
 from megatron_mopd.telemetry.summary import FILE_NAME as SUMMARY
 from megatron_mopd.telemetry.summary import percent, recovery_level
-from megatron_mopd.telemetry.svg import Series, line_chart, stacked_chart, track, value_range
+from megatron_mopd.telemetry.svg import Series, colour_class, line_chart, stacked_chart, track, value_range
 from megatron_mopd.types import Cell
 
 SECTIONS = (
@@ -148,7 +148,9 @@ def _cell_section(curves: Curves, title: str, name: str, run_key: str) -> str:
     overall = curves.series(run_key, "all cells", 7)
     shared = value_range([overall, *(s for group in by_domain.values() for s in group)])
     charts = [_figure("all cells", line_chart([overall], title, shared))]
-    charts += [_figure(domain, line_chart(group, f"{title}, {domain}", shared)) for domain, group in by_domain.items()]
+    charts += [
+        _figure(escape(domain), line_chart(group, f"{title}, {domain}", shared)) for domain, group in by_domain.items()
+    ]
     metric = metric_of(run_key)
     return _section(
         f"{title} <small>{escape(metric.unit)}</small>", metric.meaning, charts, list(enumerate(curves.efforts))
@@ -200,7 +202,9 @@ def _time_section(curves: Curves) -> str:
 
 
 def _section(title: str, text: str, charts: Sequence[str], legend: Sequence[tuple[int, str]]) -> str:
-    keys = "".join(f'<span><i class="key s{colour}"></i>{escape(label)}</span>' for colour, label in legend)
+    keys = "".join(
+        f'<span><i class="key {colour_class(colour)}"></i>{escape(label)}</span>' for colour, label in legend
+    )
     return (
         f'<section><h2>{title}</h2><p>{escape(text)}</p><div class="legend">{keys}</div>'
         f'<div class="charts">{"".join(charts)}</div></section>'
@@ -208,6 +212,7 @@ def _section(title: str, text: str, charts: Sequence[str], legend: Sequence[tupl
 
 
 def _figure(title: str, chart: str, text: str = "") -> str:
+    """`title` is HTML, `text` is not."""
     return f"<figure><figcaption>{title}</figcaption>{chart}{f'<p>{escape(text)}</p>' if text else ''}</figure>"
 
 

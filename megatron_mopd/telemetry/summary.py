@@ -42,10 +42,10 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     table = Table(title="Correct and within budget", caption=_caption(summary), title_style="bold", show_lines=True)
     table.add_column("domain")
     for effort in efforts:
-        table.add_column(effort, justify="left")
+        table.add_column(Text(effort), no_wrap=True)
     for domain in dict.fromkeys(c["domain"] for c in summary["cells"]):
         by_effort = {c["effort"]: c for c in summary["cells"] if c["domain"] == domain}
-        table.add_row(domain, *(_cell_text(by_effort[e]) if e in by_effort else Text("-") for e in efforts))
+        table.add_row(Text(domain), *(_cell_text(by_effort[e]) if e in by_effort else Text("-") for e in efforts))
     console.print(table)
 
 

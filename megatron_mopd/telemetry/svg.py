@@ -15,19 +15,24 @@ from html import escape
 WIDTH, HEIGHT = 380, 200
 LEFT, RIGHT, TOP, BOTTOM = 48, 10, 10, 26
 Y_TICKS, X_TICKS = 4, 6
+NUM_COLOURS = 8
 MAX_POINTS = 300
 """A longer series is drawn as the means of this many stretches of steps."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """`metric` names it in the page's source, `label` for the reader; `colour` is the index of its class."""
+    """`metric` names it in the page's source, `label` for the reader; `colour` indexes the classes, round and round."""
 
     metric: str
     label: str
     colour: int
     steps: Sequence[int]
     values: Sequence[float | None]
+
+    @property
+    def css_class(self) -> str:
+        return colour_class(self.colour)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def line_chart(series: Sequence[Series], title: str, y_range: tuple[float, float
     thinned = [_thin(s) for s in series]
     axes = _axes(thinned, y_range or value_range(thinned))
     lines = [
-        f'<path class="line s{s.colour}" data-series="{escape(s.metric)}" d="{_line_path(s, axes)}">'
+        f'<path class="line {s.css_class}" data-series="{escape(s.metric)}" d="{_line_path(s, axes)}">'
         f"<title>{escape(_last_value(s))}</title></path>"
         for s in thinned
     ]
@@ -69,7 +74,7 @@ def stacked_chart(series: Sequence[Series], title: str) -> str:
         floor = roof
     axes = _axes(thinned, _round_range(0.0, max(floor, default=1.0)))
     areas = [
-        f'<path class="area s{s.colour}" data-series="{escape(s.metric)}" d="{_area_path(s.steps, low, high, axes)}">'
+        f'<path class="area {s.css_class}" data-series="{escape(s.metric)}" d="{_area_path(s.steps, low, high, axes)}">'
         f"<title>{escape(_last_value(s))}</title></path>"
         for s, low, high in layers
     ]
@@ -77,8 +82,7 @@ def stacked_chart(series: Sequence[Series], title: str) -> str:
 
 
 def track(sft: float, student: float, teacher: float, student_stderr: float, level: str) -> str:
-    """One cell of the grid on a 0 to 1 scale: a hollow ring for SFT, a bar to the teacher, a dot with error bar for the
-    student."""
+    """One cell of the grid, from 0 to 1: a ring for SFT, a bar to the teacher, a dot with error bar for the student."""
     x = {name: 6 + 188 * value for name, value in (("sft", sft), ("student", student), ("teacher", teacher))}
     low, high = (6 + 188 * min(1.0, max(0.0, student + sign * student_stderr)) for sign in (-1, 1))
     a, b = sorted((x["sft"], x["teacher"]))
@@ -98,6 +102,10 @@ def value_range(series: Sequence[Series]) -> tuple[float, float]:
     """A y-axis for all of them, from tick to tick, that holds 0."""
     values = [v for s in series for v in s.values if v is not None]
     return _round_range(min(0.0, *values, 0.0), max(0.0, *values, 0.0))
+
+
+def colour_class(colour: int) -> str:
+    return f"s{colour % NUM_COLOURS}"
 
 
 def _thin(s: Series) -> Series:

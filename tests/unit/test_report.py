@@ -204,7 +204,15 @@ def test_report_of_a_run_that_was_not_evaluated_has_curves_and_no_grid(tmp_path:
 
 def test_report_escapes_what_the_user_named(tmp_path: Path) -> None:
     folder = record_run(tmp_path / "a <b>&amp; run")
-    assert "<b>&amp; run" not in write_report(folder).read_text()
+    file = folder / "metrics.jsonl"
+    file.write_text(file.read_text().replace("cell/coding/", "cell/<u>coding/"))
+    text = write_report(folder).read_text()
+    assert "<b>&amp; run" not in text
+    assert "<u>" not in text
+
+
+def test_report_of_a_run_that_just_began_is_a_page(tmp_path: Path) -> None:
+    assert Page(write_report(record_run(tmp_path / "run", steps=0)).read_text()).open == []
 
 
 def test_report_rejects_a_folder_that_is_not_a_run(tmp_path: Path) -> None:

@@ -220,7 +220,10 @@ class TestSinks:
     ) -> None:
         warnings: list[str] = []
         faulty, good = FaultySink(fault, at), FaultySink("none", "")
-        guarded = [GuardedSink(s, queue_rows=4, finish_timeout_s=0.5, warn=warnings.append) for s in (faulty, good)]
+        guarded = [
+            GuardedSink(faulty, queue_rows=4, finish_timeout_s=0.5, warn=warnings.append),
+            GuardedSink(good, warn=warnings.append),
+        ]
         monkeypatch.setattr("megatron_mopd.telemetry.run_log.open_sinks", lambda config, next_step: guarded)
         start = time.monotonic()
         with RunLog(config_of(tmp_path), next_step=1) as log:
