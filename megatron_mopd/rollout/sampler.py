@@ -1,0 +1,112 @@
+"""SAMPLE: the student's own trajectories, one task each: generate, let the environment answer, append, go on.
+
+    segments = [ sampled (mask 1) | observed (mask 0) | sampled | ... ]
+
+Promises (tests/unit/test_sampler.py): tokens are appended, never re-tokenized, trimmed or padded; sampled and observed
+tokens together never exceed `max_response_tokens`, and every request asks only for what is left; trajectories are
+yielded in the order in which they finish, which follows from tokens alone if the engine's order does and environments
+answer at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_mopd.errors import UserError
+from megatron_mopd.protocols import Environment, RolloutEngine, SampleRequest
+from megatron_mopd.rollout.environments import MakeEnvironment
+from megatron_mopd.types import RenderedPrompt, Segment, Trajectory
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment raised; the message names the trajectory and the environment, the cause is chained."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What turns prompts into trajectories."""
+
+    engine: RolloutEngine
+    environments: Mapping[str, MakeEnvironment]
+    max_response_tokens: int
+
+
+async def sample(prompts: Sequence[RenderedPrompt], sampling: Sampling, suffix: str) -> AsyncIterator[Trajectory]:
+    """Sample one trajectory per prompt; yield each as it finishes.
+
+    The trajectory of prompts[i] is named "{i}/{prompt id}{suffix}". The noise of its tokens depends on this name, so
+    the suffix must tell steps apart; the index tells apart prompts that are drawn more than once.
+
+    Raises EnvironmentFailed, or whatever the engine raises; the other trajectories are cancelled then.
+    """
+    makers = [_environment_of(prompt, sampling.environments) for prompt in prompts]
+    tasks = [
+        asyncio.create_task(_roll_out(f"{i}/{prompt.prompt.id}{suffix}", prompt, make, sampling))
+        for i, (prompt, make) in enumerate(zip(prompts, makers, strict=True))
+    ]
+    try:
+        for finished in asyncio.as_completed(tasks):
+            yield await finished
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _environment_of(prompt: RenderedPrompt, environments: Mapping[str, MakeEnvironment]) -> MakeEnvironment:
+    name = prompt.prompt.environment
+    if name not in environments:
+        raise UserError(f"prompt {prompt.prompt.id} wants environment {name!r}; add it under environments:")
+    return environments[name]
+
+
+async def _roll_out(
+    trajectory_id: str, prompt: RenderedPrompt, make: MakeEnvironment, sampling: Sampling
+) -> Trajectory:
+    blame = _Blame(f"environment {prompt.prompt.environment!r} of trajectory {trajectory_id} failed")
+    with blame:
+        environment = make(prompt.prompt)
+    segments, finish_reason = await _converse(trajectory_id, prompt, environment, sampling, blame)
+    trajectory = Trajectory(trajectory_id, prompt, tuple(segments), finish_reason)
+    with blame:
+        return replace(trajectory, outcome=await environment.score(trajectory))
+
+
+async def _converse(
+    trajectory_id: str, prompt: RenderedPrompt, environment: Environment, sampling: Sampling, blame: _Blame
+) -> tuple[list[Segment], str]:
+    """Alternate sampling and observing until the environment is done ("stop") or the budget is spent ("length")."""
+    token_ids, segments = prompt.student_ids, []
+    most = len(token_ids) + sampling.max_response_tokens
+    while len(token_ids) < most:
+        request = SampleRequest(trajectory_id, token_ids, most - len(token_ids), environment.stop_token_ids)
+        segment = await sampling.engine.generate(request)
+        segments.append(segment)
+        token_ids += segment.token_ids
+        if segment.finish_reason != "stop":
+            break
+        with blame:
+            observation = await environment.step(segment.token_ids)
+        if len(token_ids) + len(observation.token_ids) > most:
+            break  # nothing could be sampled after it: it is left out whole, rather than cut
+        if observation.token_ids:
+            segments.append(Segment.observation(observation.token_ids, segment.weight_version))
+            token_ids += observation.token_ids
+        if observation.done:
+            return segments, "stop"
+    return segments, "length"
+
+
+class _Blame:
+    """Any exception of the environment's code leaves as EnvironmentFailed, whatever its type."""
+
+    def __init__(self, message: str):
+        self._message = message
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            raise EnvironmentFailed(f"{self._message}: {type(error).__name__}: {error}") from error
