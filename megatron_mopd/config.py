@@ -184,7 +184,7 @@ def _suggest(path: Sequence[Any]) -> str:
     *parents, key = (str(part) for part in path)
     known = _known_keys(parents)
     if near := difflib.get_close_matches(key, known, n=1):
-        return "did you mean " + ".".join([*parents, near[0]]) + "?"
+        return f"did you mean {near[0]}?"
     tables = {name: _table(field.annotation, Config) for name, field in Config.model_fields.items()}
     elsewhere = [f"{name}.{key}" for name, table in tables.items() if key in table.model_fields and name not in parents]
     if elsewhere:
