@@ -6,6 +6,7 @@ zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +19,8 @@ ROLLOUT_MEANS = ("reward", "reward_within_budget", "spent_tokens", "response_tok
 def step_row(learner: StepMetrics, rollout: Mapping[str, Any] | None, seconds: Mapping[str, float]) -> dict[str, float]:
     """Flatten one step to {metric name: number}.
 
-    `rollout` is the driver's `rollout.json` (`{"cells": {"<domain>/<effort>": {...}}, "seconds": {...}}`), None when
-    the batch was demonstrations, which have no teacher either. `seconds` are the trainer's own: step, and any of wait,
-    update, sync.
+    `rollout` is the driver's `rollout.json` (see driver.rollout_metrics), None when the batch was demonstrations, which
+    have no teacher either. `seconds` are the trainer's own: step, and any of wait, update, sync.
     """
     row = {
         "train/loss": learner.loss,
@@ -64,12 +64,12 @@ def _cell_rows(learner: StepMetrics, with_teacher: bool) -> dict[str, float]:
 def _rollout_row(rollout: Mapping[str, Any]) -> dict[str, float]:
     cells: Mapping[str, Mapping[str, float]] = rollout["cells"]
     total = sum(c["trajectories"] for c in cells.values())
-    row = {f"time/{name}_s": value for name, value in rollout["seconds"].items()}
+    row = {"rollout/staleness": rollout["staleness"]}
+    row |= {f"time/{name}_s": value for name, value in rollout["seconds"].items()}
     for name in ROLLOUT_MEANS:
-        row[f"rollout/{name}"] = sum(c[name] * c["trajectories"] for c in cells.values()) / max(1, total)
+        # fsum: the same bits whatever the order in which the driver met the cells
+        row[f"rollout/{name}"] = math.fsum(c[name] * c["trajectories"] for c in cells.values()) / max(1, total)
         for cell, means in cells.items():
             domain, effort = cell.rsplit("/", 1)
             row[cell_key(Cell(domain, effort), name)] = means[name]
-    if "staleness" in rollout:
-        row["rollout/staleness"] = rollout["staleness"]
     return row

@@ -62,7 +62,7 @@ def rollout_metrics() -> dict:
         "truncated_fraction": 1.0,
     }
     cells = {"general/low": {"trajectories": 3, **low}, "general/max": {"trajectories": 1, **high}}
-    return {"cells": cells, "seconds": {"load": 0.1, "sample": 0.4, "score": 0.1}}
+    return {"cells": cells, "staleness": 0.0, "seconds": {"load": 0.1, "sample": 0.4, "score": 0.1}}
 
 
 def row_of(step: int) -> dict[str, float]:
@@ -99,6 +99,12 @@ class TestRow:
         assert row["cell/general/max/reward_within_budget"] == 0.0
         assert row["perf/tokens_per_s"] == 200
         assert row["time/sample_s"] == 0.4
+
+    def test_row_does_not_depend_on_the_order_in_which_the_driver_met_the_cells(self) -> None:
+        rollout = rollout_metrics()
+        rollout["cells"]["general/mid"] = {**rollout["cells"]["general/low"], "spent_tokens": 0.1}
+        turned = {**rollout, "cells": dict(reversed(rollout["cells"].items()))}
+        assert step_row(learner_metrics(1), rollout, SECONDS) == step_row(learner_metrics(1), turned, SECONDS)
 
     def test_what_nothing_was_measured_for_is_absent(self) -> None:
         full = learner_metrics(1)
