@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
@@ -32,13 +31,44 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_mopd.errors import UserError
 
-class LocalRMSNorm(torch.nn.RMSNorm):
+
+class LocalRMSNorm(torch.nn.Module):
     """RMSNorm whose weight is marked for the gradient sum over sequence-parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        super().__init__()
+        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+            raise UserError("megatron: without Transformer Engine only plain RMSNorm is supported; remove the option")
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x / rms(x) * weight in float32; on a CPU torch's own is six operators and twice as many in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed = x32 * scale
+        ctx.save_for_backward(normed, scale, weight)
+        return (normed * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, scale, weight = ctx.saved_tensors
+        width = normed.shape[-1]
+        grad_normed = grad * normed
+        grad_weight = grad_normed.view(-1, width).sum(0)
+        mean = (grad_normed.view(-1, width) @ weight.to(normed.dtype)).view(scale.shape).div_(width)
+        grad_x = torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale)
+        return grad_x.to(grad.dtype), grad_weight.to(weight.dtype), None
 
 
 @dataclass(frozen=True)
@@ -56,6 +86,18 @@ class PackedIndex:
     max_key: int
     mask_nsS: Tensor | None
     """[n, 1, s, S], True where a query sees a key; None where plain causal masking says the same."""
+    _rotations: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    def rotation(self, freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, r] of the angles `freqs` [S, 1, 1, r] at this rank's positions; sin with the sign that the
+        rotation of halves gives it. Kept for the other layers."""
+        key = (id(freqs), mscale, dtype)
+        if key not in self._rotations:
+            angle_T = freqs.flatten(1).index_select(0, self.position_T)[:, None]
+            cos, sin = angle_T.cos().mul_(mscale), angle_T.sin().mul_(mscale)
+            sin[..., : sin.shape[-1] // 2].neg_()
+            self._rotations[key] = (freqs, cos.to(dtype), sin.to(dtype))  # holding freqs keeps its id its own
+        return self._rotations[key][1:]
 
 
 _INDEX_OF: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -200,9 +242,27 @@ def apply_packed_rope(
 ) -> Tensor:
     """rope_utils._apply_rotary_pos_emb_thd without its loop over sequences. t [T, h, d], freqs [S, 1, 1, r]."""
     assert cp_group is not None
-    freqs_T = freqs.index_select(0, packed_index(cu_seqlens, cp_group).position_T)
-    rotated = _apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs_T, rotary_interleaved, multi_latent_attention, mscale)
-    return rotated.squeeze(1)
+    assert not rotary_interleaved, "no family has it"
+    width = freqs.shape[-1]
+    turned, rest = t[..., :width], t[..., width:]
+    if multi_latent_attention:  # pairs side by side become halves
+        turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1)
+    turned = _Rotate.apply(turned, *packed_index(cu_seqlens, cp_group).rotation(freqs, mscale, t.dtype))
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+class _Rotate(torch.autograd.Function):
+    """(a, b) to (a cos - b sin, b cos + a sin) for the halves a and b of the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return torch.addcmul(t * cos, t.roll(t.shape[-1] // 2, -1), sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return torch.addcmul(grad * cos, grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
 
 
 _LOCAL = {DotProductAttention: LocalCoreAttention, WrappedTorchNorm: LocalRMSNorm}
