@@ -6,27 +6,99 @@ Megatron.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_mopd.config import Config
-from megatron_mopd.prompts.files import read_prompts
-from megatron_mopd.prompts.render import Renderer
-from megatron_mopd.prompts.source import PromptSource
+from megatron_mopd.link import DriverProcess, StepRequest
+from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.protocols import RolloutEngine, TeacherScorer
+from megatron_mopd.ranks import rank
+from megatron_mopd.rollout.environments import load_environments
 from megatron_mopd.rollout.sampler import Sampling
 from megatron_mopd.store import TrajectoryStore
-from megatron_mopd.teachers.lanes import Lane
-from megatron_mopd.teachers.router import Router
-from megatron_mopd.types import Cell
+from megatron_mopd.types import Cell, StepMetrics
+
+if TYPE_CHECKING:
+    from megatron_mopd.mcore.learner import Learner
+    from megatron_mopd.prompts.render import Renderer
+    from megatron_mopd.prompts.source import PromptSource
+    from megatron_mopd.teachers.lanes import Lane
+    from megatron_mopd.teachers.router import Router
+    from megatron_mopd.telemetry.run_log import RunLog
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """What one rank trains with. The driver and the log live on rank 0 alone; their calls are collective."""
+
+    config: Config
+    learner: Learner
+    store: TrajectoryStore
+    driver: DriverProcess | None
+    log: RunLog | None
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.driver is not None
+
+    def request_batch(self, request: StepRequest) -> None:
+        """Return on every rank once the batch is in the store."""
+        from megatron_mopd.mcore.parallel import on_rank_zero
+
+        on_rank_zero(lambda: self.driver and self.driver.request(request))
+
+    def report(self, metrics: StepMetrics, seconds: Mapping[str, float]) -> None:
+        if self.log is not None:
+            self.log.step(metrics, self.store.rollout(metrics.step - 1), seconds)
+
+    def save(self) -> None:
+        from megatron_mopd.mcore import checkpoint
+
+        checkpoint.save(self.learner, checkpoints_folder(self.config), keep=self.config.run.keep_checkpoints)
+
+
+@contextmanager
+def trainer_parts(config: Config) -> Iterator[TrainerParts]:
+    """Join the process group, build this rank's parts, continue from the last checkpoint if there is one."""
+    from megatron_mopd.mcore import checkpoint, parallel
+    from megatron_mopd.mcore.learner import Learner
+    from megatron_mopd.telemetry.run_log import RunLog
+
+    with ExitStack() as stack:
+        parallel.init_distributed(config.run.timeout_s)
+        stack.callback(parallel.shutdown)
+        parallel.initialize_parallel(Layout.from_table(config.megatron), config.run.seed)
+        driver = log = None
+        if rank() == 0:
+            config.run.folder.mkdir(parents=True, exist_ok=True)
+            (config.run.folder / "config.yaml").write_text(config.dump())
+            driver = DriverProcess(config.run.folder, config.launch.max_driver_restarts, config.run.timeout_s)
+            stack.callback(driver.close)
+        learner = Learner(config)
+        store = TrajectoryStore(config.run.folder)
+        if saved := checkpoint.latest(checkpoints_folder(config)):
+            checkpoint.load(learner, saved)
+        if driver is not None:
+            store.cut(learner.step)
+            log = stack.enter_context(RunLog(config, next_step=learner.step + 1))
+        yield TrainerParts(config, learner, store, driver, log)
+
+
+def checkpoints_folder(config: Config) -> Path:
+    return config.run.folder / "checkpoints"
 
 
 @dataclass(frozen=True)
 class DriverParts:
+    """What the driver draws, samples, routes and scores with."""
+
     cells: tuple[Cell, ...]
     source: PromptSource
     renderer: Renderer
-    engine: RolloutEngine
     sampling: Sampling
     router: Router
     scorer: TeacherScorer
@@ -35,18 +107,47 @@ class DriverParts:
 
 
 def driver_parts(config: Config) -> DriverParts:
-    """What the driver needs: prompts, engine, teachers."""
-    cells = config.prompts.cells
+    from megatron_mopd.prompts.files import read_prompts
+    from megatron_mopd.prompts.render import Renderer
+    from megatron_mopd.prompts.source import PromptSource
+    from megatron_mopd.teachers.lanes import Lane
+    from megatron_mopd.teachers.router import Router
+
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
-    scorer = _scorer(config)
+    scorer = teacher_scorer(config)
     return DriverParts(
-        cells=cells,
+        cells=config.prompts.cells,
         source=PromptSource(read_prompts(config.prompts.files), config.prompts, config.run.seed),
         renderer=renderer,
-        engine=rollout_engine(config, config.student.checkpoint),
-        sampling=None,
-        router=Router(config.teachers.models, cells),
+        sampling=sampling(config, renderer.tokenizer),
+        router=Router(config.teachers.models, config.prompts.cells),
         scorer=scorer,
         lanes={t.name: Lane(t.name, scorer, config.teachers.batch_tokens) for t in config.teachers.models},
         store=TrajectoryStore(config.run.folder),
     )
+
+
+def sampling(config: Config, tokenizer: object) -> Sampling:
+    """The student's rollout engine, starting from student.checkpoint, with the environments."""
+    environments = load_environments(config.environments, tokenizer)
+    return Sampling(rollout_engine(config), environments, config.rollout.max_response_tokens)
+
+
+def rollout_engine(config: Config) -> RolloutEngine:
+    from megatron_mopd.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(
+        config.student.checkpoint,
+        seed=config.run.seed,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        max_batch_size=config.rollout.max_batch_size,
+        num_threads=config.rollout.num_threads,
+    )
+
+
+def teacher_scorer(config: Config) -> TeacherScorer:
+    from megatron_mopd.embedded.scorer import EmbeddedScorer
+
+    folders = {t.name: t.checkpoint for t in config.teachers.models}
+    return EmbeddedScorer(folders, temperature=config.rollout.temperature, num_threads=config.rollout.num_threads)

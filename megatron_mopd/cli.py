@@ -24,16 +24,20 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(guarded(lambda: _dispatch(words)))
 
 
-def guarded(command: Callable[[], int | None]) -> int:
-    """Run a command; a UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+def guarded(command: Callable[[], int | None], speak: bool = True) -> int:
+    """Run a command; a UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130.
+
+    `speak=False` leaves the line to another rank.
+    """
     try:
         return command() or 0
     except UserError as error:
-        print(f"mopd: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        line, code = f"error: {error}", 2
     except KeyboardInterrupt:
-        print("mopd: interrupted; the last checkpoint is kept, the same command continues from it", file=sys.stderr, flush=True)
-        return 130
+        line, code = "interrupted; the last checkpoint is kept, the same command continues from it", 130
+    if speak:
+        print(f"mopd: {line}", file=sys.stderr, flush=True)
+    return code
 
 
 def read_config(words: list[str]) -> Config | None:
@@ -71,10 +75,7 @@ def _train(config: Config, words: list[str]) -> int:
     print(preflight(config, config.launch.num_processes), flush=True)
     from megatron_mopd.launch import launch
 
-    code = launch("megatron_mopd.train", words, config.launch.num_processes, config.run.folder)
-    if code == 130:
-        raise KeyboardInterrupt
-    return code
+    return launch("megatron_mopd.train", words, config.launch.num_processes, config.run.folder)
 
 
 def _preflight(config: Config, words: list[str]) -> None:

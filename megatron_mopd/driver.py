@@ -34,7 +34,7 @@ class Driver:
     async def step(self, request: StepRequest) -> None:
         """Put the graded batch of `request.step`, sampled from `request.weights`, into the store."""
         p, start = self.parts, time.monotonic()
-        await p.engine.update_weights(Path(request.weights), request.weight_version)
+        await p.sampling.engine.update_weights(Path(request.weights), request.weight_version)
         synced = time.monotonic()
         prompts = p.renderer.render(p.source.draw(request.step))  # 1 DRAW
         async for trajectory in sample(prompts, p.sampling, suffix=f"@{request.step}"):  # 2 SAMPLE
@@ -43,15 +43,20 @@ class Driver:
         sampled = time.monotonic()
         graded = [g for lane in p.lanes.values() for g in await lane.drain()]
         seconds = {"load": synced - start, "sample": sampled - synced, "score": time.monotonic() - sampled}
-        p.store.write(request.step, graded, p.cells, rollout_metrics(graded, seconds))
+        p.store.write(request.step, graded, p.cells, rollout_metrics(graded, request.weight_version, seconds))
 
 
-def rollout_metrics(graded: list[Graded], seconds: dict[str, float]) -> dict[str, Any]:
-    """What the driver knows of a step: means per cell, and wall seconds (score: the wait after sampling had ended)."""
+def rollout_metrics(graded: list[Graded], weight_version: int, seconds: dict[str, float]) -> dict[str, Any]:
+    """What the driver knows of a step: means per cell, staleness, wall seconds (score: the wait after sampling had ended)."""
     by_cell: dict[str, list[Trajectory]] = {}
     for g in graded:
         by_cell.setdefault(str(g.trajectory.prompt.prompt.cell), []).append(g.trajectory)
-    return {"cells": {cell: _cell_metrics(ts) for cell, ts in by_cell.items()}, "seconds": seconds}
+    versions = np.concatenate([g.trajectory.weight_versions[g.trajectory.loss_mask] for g in graded])
+    return {
+        "cells": {cell: _cell_metrics(ts) for cell, ts in by_cell.items()},
+        "staleness": float(np.mean(weight_version - versions)) if len(versions) else 0.0,
+        "seconds": seconds,
+    }
 
 
 def _cell_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -78,7 +83,7 @@ async def serve(driver: Driver, link: Link) -> None:
                     continue
             await link.reply(request.step)
     finally:
-        await driver.parts.engine.close()
+        await driver.parts.sampling.engine.close()
         await driver.parts.scorer.close()
 
 

@@ -111,7 +111,9 @@ class DriverProcess:
             self._socket.sendall(json.dumps(asdict(request)).encode() + b"\n")
             line = self._lines.readline()
         except TimeoutError:
-            raise RuntimeError(f"no batch from the driver for {self._timeout_s:.0f} s (run.timeout_s); see {self._log}") from None
+            raise RuntimeError(
+                f"no batch from the driver for {self._timeout_s:.0f} s (run.timeout_s); see {self._log}"
+            ) from None
         except (BrokenPipeError, ConnectionResetError):
             return None
         return json.loads(line) if line else None

@@ -13,6 +13,7 @@ from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.rollout.environments import load_factory
 from megatron_mopd.teachers.identity import check_same_language, read_checkpoint_config, read_token_map
 from megatron_mopd.teachers.router import Router
+from megatron_mopd.telemetry.sinks import check_sinks
 
 
 def preflight(config: Config, world_size: int) -> str:
@@ -26,6 +27,7 @@ def preflight(config: Config, world_size: int) -> str:
     for name, environment in config.environments.items():
         load_factory(name, environment.factory)
     check_prompts(config)
+    check_sinks(config.telemetry)
     return router.coverage()
 
 
@@ -35,6 +37,8 @@ def check_prompts(config: Config) -> None:
         prompts = read_prompts(files)
         for prompt in prompts:
             if prompt.environment not in config.environments:
-                raise UserError(f"prompt {prompt.id} wants environment {prompt.environment!r}; add it under environments:")
+                raise UserError(
+                    f"prompt {prompt.id} wants environment {prompt.environment!r}; add it under environments:"
+                )
         if prompts:
             PromptSource(prompts, config.prompts, config.run.seed)

@@ -2,54 +2,88 @@
 
     torchrun --nproc-per-node 2 -m megatron_mopd.train CONFIG [a.b=c ...]
 
-Promise: step k samples from the weights of version k (synchronous, on-policy); save, kill and resume at the same layout gives
-bitwise what never stopping gives.
+Promises: step k trains on what the weights of version k sampled (synchronous, on-policy); save, kill and resume at the same
+layout gives bitwise what never stopping gives; a failure of one part ends the run with its reason, never with a hang.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_mopd import build
-from megatron_mopd.config import Config, load_config, split_arguments
+from megatron_mopd.cli import guarded, read_config
+from megatron_mopd.config import Config
 from megatron_mopd.link import StepRequest
-from megatron_mopd.types import StepMetrics
+from megatron_mopd.preflight import preflight
+from megatron_mopd.ranks import rank, world_size
+from megatron_mopd.store import StoredBatch
 
 
 class Trainer:
     def __init__(self, parts: build.TrainerParts) -> None:
-        self.parts = parts
+        self.parts, self.learner, self.config = parts, parts.learner, parts.config
         self.seconds: dict[str, float] = {}
 
-    def run(self, num_steps: int) -> None:
-        """Train up to `num_steps` updates in all, then leave the student as a Hugging Face folder in RUN/student."""
-        p = self.parts
-        self.publish()
-        while p.learner.step < num_steps:
-            batch = self.next_batch()
-            metrics = self.timed("update", p.learner.update, batch)  # 5 UPDATE
-            self.timed("sync", self.publish)  # and resample from the updated student
-            self.record(metrics)
-            if p.learner.step % p.config.run.save_every_steps == 0 or p.learner.step == num_steps:
-                p.checkpoints.save(p.learner)
-        p.learner.export(p.config.run.folder / "student")
+    def run(self) -> None:
+        """Train to `run.num_steps` updates, then leave the student as a Hugging Face folder in RUN/student."""
+        self.publish_weights()
+        while self.learner.step < self.config.run.num_steps:
+            start = time.monotonic()
+            batch = self.timed("wait", self.next_batch)  # 1 DRAW, 2 SAMPLE, 3 ROUTE, 4 SCORE
+            metrics = self.timed("update", lambda batch=batch: self.learner.update(batch))  # 5 UPDATE
+            self.timed("sync", self.publish_weights)  # and resample from the updated student
+            self.seconds["step"] = time.monotonic() - start
+            self.parts.report(metrics, self.seconds)
+            if metrics.step % self.config.run.save_every_steps == 0 or metrics.step == self.config.run.num_steps:
+                self.parts.save()
+        self.learner.export(self.config.run.folder / "student")
 
-    def next_batch(self):
-        """DRAW, SAMPLE, ROUTE and SCORE of this step, made by the driver from the weights just published."""
-        p, step = self.parts, self.parts.learner.step
-        request = StepRequest(step, str(self.weights(step)), weight_version=step)
-        self.timed("wait", p.agree, lambda: p.driver and p.driver.request(request))
-        return p.store.read(step)
+    def next_batch(self) -> StoredBatch:
+        """The batch that the driver made of the weights just published."""
+        step = self.learner.step
+        self.parts.request_batch(StepRequest(step, str(self.weights_folder(step)), weight_version=step))
+        return self.parts.store.read(step)
 
-    def publish(self) -> None:
-        """Export the weights of this version for the rollout engine and drop the version before."""
-        p, version = self.parts, self.parts.learner.step
-        p.learner.export(self.weights(version))
-        if p.driver and version:
-            shutil.rmtree(self.weights(version - 1), ignore_errors=True)
+    def publish_weights(self) -> None:
+        """Export the weights of this version for the rollout engine, and drop the version before."""
+        version = self.learner.step
+        self.learner.export(self.weights_folder(version))
+        if self.parts.is_rank_zero and version:
+            shutil.rmtree(self.weights_folder(version - 1), ignore_errors=True)
 
-    def weights(self, version: int) -> Path:
-        return self.parts.config.run.folder / "weights" / f"v{version:08d}"
+    def weights_folder(self, version: int) -> Path:
+        return self.config.run.folder / "weights" / f"v{version:08d}"
+
+    def timed(self, name: str, part: Callable[[], Any]) -> Any:
+        start = time.monotonic()
+        result = part()
+        self.seconds[name] = time.monotonic() - start
+        return result
+
+
+def train(config: Config) -> None:
+    if rank() == 0:
+        preflight(config, world_size())
+    with build.trainer_parts(config) as parts:
+        Trainer(parts).run()
+
+
+def main() -> None:
+    def command() -> None:
+        config = read_config(sys.argv[1:])
+        if config is not None:
+            train(config)
+
+    code = guarded(command, speak=rank() == 0)
+    sys.stdout.flush()
+    os._exit(code)  # the other ranks may be gone: no collective, no worker thread may hold the exit
+
+
+if __name__ == "__main__":
+    main()

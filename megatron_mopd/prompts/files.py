@@ -56,7 +56,9 @@ def _parse(line: str, where: str) -> Prompt:
         if not isinstance(row[name], str):
             raise UserError(f"{where}: {name!r} must be a string, not {row[name]!r}")
     messages = row["messages"]
-    if not (isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)):
+    if not (
+        isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+    ):
         raise UserError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
     return Prompt(
         id=row["id"],

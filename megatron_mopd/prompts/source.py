@@ -39,7 +39,9 @@ class PromptSource:
             self._drawn += self._counts(self._step)
             self._step += 1
         return [
-            self._pick(c, int(self._drawn[c]) + k) for c, count in enumerate(self._counts(step)) for k in range(int(count))
+            self._pick(c, int(self._drawn[c]) + k)
+            for c, count in enumerate(self._counts(step))
+            for k in range(int(count))
         ]
 
     def _counts(self, step: int) -> np.ndarray:
@@ -67,5 +69,7 @@ def cell_pool(prompts: Sequence[Prompt], cell: Cell) -> list[Prompt]:
     """The prompts that may be drawn for `cell`."""
     pool = [p for p in prompts if p.domain == cell.domain and p.effort in ("", cell.effort)]
     if not pool:
-        raise UserError(f"no prompt for {cell}; add some to prompts.files or remove it from prompts.mixture / prompts.efforts")
+        raise UserError(
+            f"no prompt for {cell}; add some to prompts.files or remove it from prompts.mixture / prompts.efforts"
+        )
     return pool

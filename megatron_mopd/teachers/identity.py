@@ -47,7 +47,9 @@ def check_same_language(student: Path, teacher: Path, key: str) -> None:
     student_size = read_checkpoint_config(student, "student.checkpoint")["vocab_size"]
     teacher_size = read_checkpoint_config(teacher, key)["vocab_size"]
     if student_size != teacher_size:
-        raise UserError(f"{key}: vocabulary of {teacher_size} tokens, the student's has {student_size}; they must be the same")
+        raise UserError(
+            f"{key}: vocabulary of {teacher_size} tokens, the student's has {student_size}; they must be the same"
+        )
     ours, theirs = read_token_map(student, "student.checkpoint"), read_token_map(teacher, key)
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):

@@ -42,9 +42,7 @@ class Lane:
         self._running.append(asyncio.create_task(self._score(batch)))
 
     async def _score(self, batch: list[Trajectory]) -> list[Graded]:
-        requests = [
-            ScoreRequest(t.id, t.prompt.teacher_ids, tuple(int(i) for i in t.response_ids)) for t in batch
-        ]
+        requests = [ScoreRequest(t.id, t.prompt.teacher_ids, tuple(int(i) for i in t.response_ids)) for t in batch]
         replies = await self._scorer.score(self._teacher, requests)
         graded = [Graded(t, self._teacher, reply) for t, reply in zip(batch, replies, strict=True)]
         for g in graded:

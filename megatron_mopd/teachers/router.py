@@ -25,7 +25,9 @@ class Router:
         for teacher in teachers:
             other = self._teacher.get(teacher.cell)
             if other is not None:
-                raise UserError(f"two teachers for {teacher.cell}: {other.name} and {teacher.name}; keep one under teachers.models")
+                raise UserError(
+                    f"two teachers for {teacher.cell}: {other.name} and {teacher.name}; keep one under teachers.models"
+                )
             if teacher.name in names:
                 raise UserError(f"two teachers are named {teacher.name}; names under teachers.models must differ")
             self._teacher[teacher.cell] = teacher

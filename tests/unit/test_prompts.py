@@ -65,7 +65,9 @@ def test_shares_of_the_mixture_hold_in_every_step_up_to_rounding():
     for step in range(60):
         counts = Counter(p.cell for p in source.draw(step))
         assert sum(counts.values()) == 20
-        assert all(abs(counts[c] - 20 * w / 9) < 1 for c, w in [(Cell("general", "low"), 2), (Cell("coding", "max"), 1)])
+        assert all(
+            abs(counts[c] - 20 * w / 9) < 1 for c, w in [(Cell("general", "low"), 2), (Cell("coding", "max"), 1)]
+        )
         totals.update(counts)
     assert totals[Cell("general", "high")] == pytest.approx(60 * 20 * 2 / 9, abs=6)
 
@@ -80,7 +82,9 @@ def test_a_step_draws_the_same_prompts_whatever_ran_before():
 
 
 def test_every_prompt_of_a_cell_is_drawn_once_before_any_is_drawn_again():
-    source = PromptSource(pool(general=12), config(mixture={"general": 1.0}, efforts={"low": 1.0}, batch_size=5), seed=0)
+    source = PromptSource(
+        pool(general=12), config(mixture={"general": 1.0}, efforts={"low": 1.0}, batch_size=5), seed=0
+    )
     drawn = [p.id for step in range(12) for p in source.draw(step)]
     for epoch in range(5):
         assert len(set(drawn[12 * epoch : 12 * epoch + 12])) == 12

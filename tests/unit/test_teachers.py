@@ -89,7 +89,10 @@ def test_lane_sends_by_arrival_and_scores_each_trajectory_once(delay):
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (lambda batch, r: np.zeros(len(r.response_ids) - 1, np.float32), "teacher law-low returned 2 log-probs for the 3"),
+        (
+            lambda batch, r: np.zeros(len(r.response_ids) - 1, np.float32),
+            "teacher law-low returned 2 log-probs for the 3",
+        ),
         (lambda batch, r: np.full(3, np.nan, np.float32), "teacher law-low returned a non-finite log-prob for t0"),
     ],
 )

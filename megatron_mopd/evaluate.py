@@ -1,0 +1,113 @@
+"""Evaluation: SFT policy, teachers and student on the same held-out prompts, cell by cell, by the environments' verifiers.
+
+A score is the share of prompts answered correctly and within the budget of the cell. The SFT policy and the student read the
+effort level; a teacher is its effort level and reads none, as in training, and answers for its own cell alone. Nobody scores
+log-probs here: no teacher is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from megatron_mopd import build
+from megatron_mopd.config import Config
+from megatron_mopd.errors import UserError
+from megatron_mopd.mcore.layout import Layout
+from megatron_mopd.prompts.files import read_prompts
+from megatron_mopd.prompts.render import Renderer
+from megatron_mopd.prompts.source import cell_pool
+from megatron_mopd.rollout.sampler import Sampling, sample
+from megatron_mopd.teachers.identity import read_checkpoint_config
+from megatron_mopd.telemetry.record import read_record
+from megatron_mopd.telemetry.recovery import CellScores
+from megatron_mopd.telemetry.summary import print_summary, write_summary
+from megatron_mopd.types import Cell, Outcome, RenderedPrompt
+
+
+@dataclass(frozen=True)
+class Score:
+    """Means over the prompts of one cell."""
+
+    within_budget: float
+    spent_tokens: float
+
+
+def evaluate_run(config: Config) -> dict[str, Any]:
+    """Evaluate RUN/student against where it came from; write and print RUN/summary.json."""
+    student = config.run.folder / "student"
+    read_checkpoint_config(student, "run.folder (its student/, which a finished training run leaves)")
+    start = time.monotonic()
+    renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
+    prompts = evaluation_prompts(config, renderer)
+    scores = asyncio.run(_score_models(config, build.sampling(config, renderer.tokenizer), student, prompts))
+    cells = [
+        CellScores(
+            domain=cell.domain,
+            effort=cell.effort,
+            sft=scores["sft"][cell].within_budget,
+            teacher=scores["teacher"][cell].within_budget,
+            student=scores["student"][cell].within_budget,
+            tokens=scores["student"][cell].spent_tokens,
+            prompts=len(prompts[cell]),
+        )
+        for cell in config.prompts.cells
+    ]
+    steps_s = sum(row["timing"]["time/step_s"] for row in read_record(config.run.folder))
+    layout = {**asdict(Layout.from_table(config.megatron)), "processes": config.launch.num_processes}
+    summary = write_summary(config.run.folder, cells, wall_s=steps_s + time.monotonic() - start, layout=layout)
+    print_summary(summary, Console())
+    return summary
+
+
+def evaluation_prompts(config: Config, renderer: Renderer) -> dict[Cell, list[RenderedPrompt]]:
+    """The first `evaluation.prompts_per_cell` held-out prompts of each cell, the same for every model and seed of sampling."""
+    if not config.prompts.eval_files:
+        raise UserError("prompts.eval_files is empty; name files with held-out prompts")
+    prompts = read_prompts(config.prompts.eval_files)
+    chosen = {}
+    for cell in config.prompts.cells:
+        pool = cell_pool(prompts, cell)[: config.evaluation.prompts_per_cell]
+        chosen[cell] = renderer.render([replace(p, effort=cell.effort) for p in pool])
+    return chosen
+
+
+async def _score_models(
+    config: Config, sampling: Sampling, student: Path, prompts: dict[Cell, list[RenderedPrompt]]
+) -> dict[str, dict[Cell, Score]]:
+    """Scores of "sft", "teacher" and "student" in every cell, one engine taking the weights of eleven models in turn."""
+    neutral = {c: [replace(p, student_ids=p.teacher_ids) for p in prompts[c]] for c in prompts}
+    teacher_of = {teacher.cell: teacher.checkpoint for teacher in config.teachers.models}
+    scores: dict[str, dict[Cell, Score]] = {"sft": {}, "teacher": {}, "student": {}}
+    version = 0
+    try:
+        for name, folder in (("sft", config.student.checkpoint), ("student", student)):
+            await sampling.engine.update_weights(folder, version := version + 1)
+            scores[name] = await _score_cells(prompts, sampling)
+        for cell in prompts:
+            await sampling.engine.update_weights(teacher_of[cell], version := version + 1)
+            scores["teacher"] |= await _score_cells({cell: neutral[cell]}, sampling)
+    finally:
+        await sampling.engine.close()
+    return scores
+
+
+async def _score_cells(prompts: dict[Cell, list[RenderedPrompt]], sampling: Sampling) -> dict[Cell, Score]:
+    outcomes: dict[Cell, list[Outcome]] = {cell: [] for cell in prompts}
+    everything = [p for cell_prompts in prompts.values() for p in cell_prompts]
+    async for trajectory in sample(everything, sampling, suffix="@eval"):
+        assert trajectory.outcome is not None, "the sampler attaches the environment's outcome"
+        outcomes[trajectory.prompt.prompt.cell].append(trajectory.outcome)
+    return {
+        cell: Score(
+            within_budget=float(np.mean([o.reward_within_budget for o in of_cell])),
+            spent_tokens=float(np.mean([o.spent_tokens for o in of_cell])),
+        )
+        for cell, of_cell in outcomes.items()
+    }

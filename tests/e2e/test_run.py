@@ -1,0 +1,170 @@
+"""The whole loop as a user runs it: trainer ranks, driver, embedded engine and teachers."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from megatron_mopd.telemetry.record import read_record
+
+
+def metrics(run_folder):
+    return [row["metrics"] for row in read_record(run_folder)]
+
+
+def wait_for_step(process, run_folder, step, timeout_s=180):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        if (run_folder / "metrics.jsonl").exists() and len(read_record(run_folder)) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} not reached in {timeout_s} s")
+
+
+def processes_of(run_folder):
+    """Command lines on this machine that name the run folder."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                words = file.read().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if any(str(run_folder) in word for word in words) and int(pid) != os.getpid():
+            found.append(words)
+    return found
+
+
+def assert_nothing_left(run_folder, within_s=20):
+    deadline = time.monotonic() + within_s
+    while processes_of(run_folder) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_of(run_folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(mopd, tmp_path_factory):
+    """Four steps at TP2 x EP2 without an interruption."""
+    run_folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    result = mopd("train", f"run.folder={run_folder}")
+    assert result.returncode == 0, result.stderr
+    return run_folder
+
+
+def test_a_run_leaves_what_it_promises(undisturbed):
+    rows = metrics(undisturbed)
+    assert [row["step"] for row in read_record(undisturbed)] == [1, 2, 3, 4]
+    assert all(row["train/reverse_kl"] > 0 for row in rows)
+    assert all(row["train/mismatch_max"] < 1e-4 for row in rows)
+    assert all(row["rollout/staleness"] == 0 for row in rows)
+    for name in ("config.yaml", "student/config.json", "student/tokenizer.json", "checkpoints", "driver.log"):
+        assert (undisturbed / name).exists()
+    batch = undisturbed / "trajectories" / "step_00000003"
+    assert len((batch / "rows.jsonl").read_text().splitlines()) == 36
+    assert_nothing_left(undisturbed)
+
+
+def test_training_brings_the_student_to_its_teacher(undisturbed):
+    rows = metrics(undisturbed)
+    assert rows[-1]["train/reverse_kl"] < 0.8 * rows[0]["train/reverse_kl"]
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
+def test_stop_and_resume_is_bitwise_the_run_that_never_stopped(mopd, undisturbed, tmp_path, sig):
+    run_folder = tmp_path / "run"
+    process = mopd.start("train", f"run.folder={run_folder}")
+    wait_for_step(process, run_folder, 3)
+    if sig == signal.SIGKILL:
+        os.killpg(process.pid, sig)
+    else:
+        process.send_signal(sig)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    if sig == signal.SIGINT:
+        assert process.returncode == 130
+        assert "Traceback" not in err
+    assert_nothing_left(run_folder)
+
+    result = mopd("train", f"run.folder={run_folder}")
+    assert result.returncode == 0, result.stderr
+    assert metrics(run_folder) == metrics(undisturbed)
+    student = "student/model.safetensors"
+    names = sorted(p.name for p in (run_folder / student).parent.glob("*.safetensors"))
+    for name in names:
+        assert (run_folder / "student" / name).read_bytes() == (undisturbed / "student" / name).read_bytes()
+
+
+def test_a_dead_driver_is_started_again_and_nothing_changes(mopd, undisturbed, tmp_path):
+    run_folder = tmp_path / "run"
+    process = mopd.start("train", f"run.folder={run_folder}")
+    wait_for_step(process, run_folder, 1)
+    (driver,) = [
+        int(pid)
+        for pid in filter(str.isdigit, os.listdir("/proc"))
+        if f"megatron_mopd.driver\0{run_folder}" in open(f"/proc/{pid}/cmdline").read()
+    ]
+    os.kill(driver, signal.SIGKILL)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert metrics(run_folder) == metrics(undisturbed)
+
+
+def test_student_equals_teacher_gives_zero_reward_through_the_whole_path(mopd, world, tmp_path):
+    """Law 3: embedded sampling, embedded scoring, Megatron at TP2 x EP2; no effort in the prompt, so contexts are equal."""
+    run_folder = tmp_path / "run"
+    same = world / "one" / "base"
+    result = mopd(
+        "train",
+        f"run.folder={run_folder}",
+        "run.num_steps=1",
+        "prompts.effort_variable=unread_by_the_template",
+        *[f"teachers.models.{i}.checkpoint={same}" for i in range(9)],
+    )
+    assert result.returncode == 0, result.stderr
+    (row,) = metrics(run_folder)
+    assert abs(row["train/reverse_kl"]) < 1e-5
+    assert abs(row["train/loss"]) < 1e-4
+    assert row["train/clip_fraction"] == 0
+    assert row["train/mismatch_max"] < 1e-4
+
+
+def test_tp2_pp2_has_the_first_loss_of_one_process(mopd, tmp_path):
+    one = mopd(
+        "train",
+        f"run.folder={tmp_path / 'one'}",
+        "run.num_steps=1",
+        "launch.num_processes=1",
+        "megatron.tensor_model_parallel_size=1",
+        "megatron.expert_model_parallel_size=1",
+    )
+    assert one.returncode == 0, one.stderr
+    four = mopd.torchrun(
+        4, f"run.folder={tmp_path / 'four'}", "run.num_steps=1", "megatron.pipeline_model_parallel_size=2"
+    )
+    _, err = four.communicate(timeout=300)
+    assert four.returncode == 0, err
+    (first,), (other,) = metrics(tmp_path / "one"), metrics(tmp_path / "four")
+    assert other["train/loss"] == pytest.approx(first["train/loss"], abs=1e-5)
+    assert other["train/grad_norm"] == pytest.approx(first["train/grad_norm"], rel=1e-4)
+
+
+def test_eval_writes_the_summary_and_report_reads_it(mopd, undisturbed):
+    result = mopd("eval", f"run.folder={undisturbed}")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    assert {(c["domain"], c["effort"]) for c in summary["cells"]} == {
+        (d, e) for d in ("general", "agents", "coding") for e in ("low", "high", "max")
+    }
+    for key in (
+        "mean_recovery",
+        "mean_recovery_raw",
+        "worst_recovery",
+        "reverse_kl_first",
+        "reverse_kl_last",
+        "wall_s",
+        "layout",
+    ):
+        assert key in summary
