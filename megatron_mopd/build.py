@@ -1,7 +1,7 @@
 """Configuration to objects: the only module that names backends.
 
-Backends are imported where they are chosen, so that the trainer never loads transformers models and the driver never loads
-Megatron.
+Backends are imported where they are chosen, so that the trainer never loads transformers models and the driver
+never loads Megatron.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     for each step:  prompts -> trajectories -> teacher of (domain, effort) -> one log-prob per token -> trajectory store
 
-Rank 0 of the trainer starts it (`link.DriverProcess`) and asks for one step at a time; it ends when the trainer's end of the
-socket closes. Promise: the batch of a step follows from the configuration, the step and the weights alone.
+Rank 0 of the trainer starts it (`link.DriverProcess`) and asks for one step at a time; it ends when the trainer's
+end of the socket closes. Promise: the batch of a step follows from the configuration, the step and the weights alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Driver:
 
 
 def rollout_metrics(graded: list[Graded], weight_version: int, seconds: dict[str, float]) -> dict[str, Any]:
-    """What the driver knows of a step: means per cell, staleness, wall seconds (score: the wait after sampling had ended)."""
+    """What the driver knows of a step: means per cell, staleness, wall seconds (score: the wait after sampling had
+    ended)."""
     by_cell: dict[str, list[Trajectory]] = {}
     for g in graded:
         by_cell.setdefault(str(g.trajectory.prompt.prompt.cell), []).append(g.trajectory)

@@ -1,8 +1,9 @@
-"""Evaluation: SFT policy, teachers and student on the same held-out prompts, cell by cell, by the environments' verifiers.
+"""Evaluation: SFT policy, teachers and student on the same held-out prompts, cell by cell, by the environments'
+verifiers.
 
-A score is the share of prompts answered correctly and within the budget of the cell. The SFT policy and the student read the
-effort level; a teacher is its effort level and reads none, as in training, and answers for its own cell alone. Nobody scores
-log-probs here: no teacher is called.
+A score is the share of prompts answered correctly and within the budget of the cell. The SFT policy and the student
+read the effort level; a teacher is its effort level and reads none, as in training, and answers for its own cell
+alone. Nobody scores log-probs here: no teacher is called.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def evaluate_run(config: Config) -> dict[str, Any]:
 
 
 def evaluation_prompts(config: Config, renderer: Renderer) -> dict[Cell, list[RenderedPrompt]]:
-    """The first `evaluation.prompts_per_cell` held-out prompts of each cell, the same for every model and seed of sampling."""
+    """The first `evaluation.prompts_per_cell` held-out prompts of each cell, the same for every model and seed of
+    sampling."""
     if not config.prompts.eval_files:
         raise UserError("prompts.eval_files is empty; name files with held-out prompts")
     prompts = read_prompts(config.prompts.eval_files)
@@ -81,7 +83,8 @@ def evaluation_prompts(config: Config, renderer: Renderer) -> dict[Cell, list[Re
 async def _score_models(
     config: Config, sampling: Sampling, student: Path, prompts: dict[Cell, list[RenderedPrompt]]
 ) -> dict[str, dict[Cell, Score]]:
-    """Scores of "sft", "teacher" and "student" in every cell, one engine taking the weights of eleven models in turn."""
+    """Scores of "sft", "teacher" and "student" in every cell, one engine taking the weights of eleven models in
+    turn."""
     neutral = {c: [replace(p, student_ids=p.teacher_ids) for p in prompts[c]] for c in prompts}
     teacher_of = {teacher.cell: teacher.checkpoint for teacher in config.teachers.models}
     scores: dict[str, dict[Cell, Score]] = {"sft": {}, "teacher": {}, "student": {}}

@@ -1,7 +1,8 @@
-"""Start the ranks of `mopd train` on this machine: torchrun's own launcher, called from Python so that exit codes survive.
+"""Start the ranks of `mopd train` on this machine: torchrun's own launcher, called from Python so that exit codes
+survive.
 
-Rank 0 keeps the terminal; the output of the others goes to RUN/logs. A rank that stops with exit code 2 (bad input) makes
-`mopd` stop with 2, and no banner hides its line.
+Rank 0 keeps the terminal; the output of the others goes to RUN/logs. A rank that stops with exit code 2 (bad input)
+makes `mopd` stop with 2, and no banner hides its line.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 def launch(module: str, arguments: list[str], num_processes: int, run_folder: Path) -> int:
-    """Run `python -m module arguments` on `num_processes` ranks; return the exit code of the first rank that failed, or 0."""
+    """Run `python -m module arguments` on `num_processes` ranks; return the exit code of the first rank that
+    failed, or 0."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logs = run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -31,7 +33,7 @@ def launch(module: str, arguments: list[str], num_processes: int, run_folder: Pa
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects={rank: Std.ALL for rank in range(1, num_processes)}),
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, num_processes), Std.ALL)),
     )
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)

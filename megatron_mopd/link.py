@@ -1,8 +1,8 @@
 """The link between the trainer's rank 0 and the driver: small JSON lines over a socket pair, no port, no pickle.
 
-Trainer: {"step": 3, "weights": ".../weights/v00000003", "weight_version": 3}. Driver: {"step": 3} once the batch is in the
-store, or {"step": 3, "error": "..."}. The end of either process closes the socket, which the other notices at once; the
-trainer then starts the driver again, which finds the finished steps in the store.
+Trainer: {"step": 3, "weights": ".../weights/v00000003", "weight_version": 3}. Driver: {"step": 3} once the batch is
+in the store, or {"step": 3, "error": "..."}. The end of either process closes the socket, which the other notices
+at once; the trainer then starts the driver again, which finds the finished steps in the store.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Link:
 
 
 class DriverProcess:
-    """The trainer's end (rank 0): starts the driver, asks for steps, starts it again when it dies, at most `max_restarts` times."""
+    """The trainer's end (rank 0): starts the driver, asks for steps, starts it again when it dies, at most
+    `max_restarts` times."""
 
     def __init__(self, run_folder: Path, max_restarts: int, timeout_s: float) -> None:
         self._run_folder, self._restarts_left, self._timeout_s = run_folder, max_restarts, timeout_s

@@ -18,6 +18,8 @@ from megatron_mopd.telemetry.sinks import check_sinks
 
 def preflight(config: Config, world_size: int) -> str:
     """Check the run that `world_size` ranks would make; return the coverage table of the router."""
+    if config.objective.name != "mopd":
+        raise UserError(f"objective.name={config.objective.name} has no rollouts to train on; `mopd train` takes mopd")
     hf_config = read_checkpoint_config(config.student.checkpoint, "student.checkpoint")
     read_token_map(config.student.checkpoint, "student.checkpoint")
     Layout.from_table(config.megatron).check(hf_config, world_size)

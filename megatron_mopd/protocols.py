@@ -80,6 +80,7 @@ class Environment(Protocol):
 
 
 class EnvironmentFactory(Protocol):
-    """The class named in `environments.<name>.factory`: called with the prompt, the tokenizer and the `options` table."""
+    """The class named in `environments.<name>.factory`: called with the prompt, the tokenizer and the `options`
+    table."""
 
     def __call__(self, prompt: Prompt, tokenizer: object, **options: object) -> Environment: ...

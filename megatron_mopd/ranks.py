@@ -1,4 +1,5 @@
-"""Which rank of the torchrun job this process is, known before torch is imported. A process started alone is rank 0 of 1."""
+"""Which rank of the torchrun job this process is, known before torch is imported. A process started alone is rank 0
+of 1."""
 
 from __future__ import annotations
 

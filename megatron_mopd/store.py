@@ -1,10 +1,11 @@
 """The trajectory store: where the driver's loop and the trainer's loop meet.
 
-One folder per step, `RUN/trajectories/step_00000012/`: `batch.safetensors` (the columns of types.Batch), `rows.jsonl` (one
-readable line per trajectory) and `rollout.json` (the driver's metrics). A folder appears whole, by rename, or not at all.
+One folder per step, `RUN/trajectories/step_00000012/`: `batch.safetensors` (the columns of types.Batch),
+`rows.jsonl` (one readable line per trajectory) and `rollout.json` (the driver's metrics). A folder appears whole,
+by rename, or not at all.
 
-The file knows no parallel layout: each rank opens it and reads the rows that it trains on, so nothing large passes through
-rank 0 and a recorded batch can be trained again at any layout.
+The file knows no parallel layout: each rank opens it and reads the rows that it trains on, so nothing large passes
+through rank 0 and a recorded batch can be trained again at any layout.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m megatron_mopd.train CONFIG [a.b=c ...]
 
-Promises: step k trains on what the weights of version k sampled (synchronous, on-policy); save, kill and resume at the same
-layout gives bitwise what never stopping gives; a failure of one part ends the run with its reason, never with a hang.
+Promises: step k trains on what the weights of version k sampled (synchronous, on-policy); save, kill and resume at
+the same layout gives bitwise what never stopping gives; a failure of one part ends the run with its reason, never
+with a hang.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     3 train        nine teachers into one student                       mopd train examples/quickstart/mopd.yaml
     4 eval         the 3 x 3 table, summary.json, report.html           mopd eval, mopd report
 
-Each stage is a command that a user would type. A second call goes on where the first one stopped; another seed moves the
-run of the old one aside.
+Each stage is a command that a user would type. A second call goes on where the first one stopped; another seed
+moves the run of the old one aside.
 """
 
 from __future__ import annotations

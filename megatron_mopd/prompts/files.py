@@ -1,9 +1,10 @@
 """Read prompt files: JSONL, one prompt a line.
 
-    {"id": "gen-17", "domain": "general", "environment": "sums", "messages": [{"role": "user", "content": "1 + 1"}], "label": "2"}
+    {"id": "gen-17", "domain": "general", "environment": "sums", "messages": [{"role": "user", "content": "1 + 1"}],
+    "label": "2"}
 
-`effort` restricts a prompt to one effort level; without it every level may be drawn for it. `label` and `metadata` are the
-environment's own. A line that is not such an object is refused with its file and number.
+`effort` restricts a prompt to one effort level; without it every level may be drawn for it. `label` and `metadata`
+are the environment's own. A line that is not such an object is refused with its file and number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Rendering: messages to token ids through the student's own chat template, once; what is sampled is never re-tokenized.
+"""Rendering: messages to token ids through the student's own chat template, once; what is sampled is never
+re-tokenized.
 
-The student reads the effort level through the template variable `prompts.effort_variable`; the teacher of a cell is that
-effort level, so its prompt is rendered without the variable (eq. 15: pi_T(y | x) against pi_theta(y | e, x)).
+The student reads the effort level through the template variable `prompts.effort_variable`; the teacher of a cell is
+that effort level, so its prompt is rendered without the variable (eq. 15: pi_T(y | x) against pi_theta(y | e, x)).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The mixture: which prompts a step trains on.
 
-Promises: step k draws the same prompts whatever ran before it (the position in every pool follows from the counts of steps
-0..k-1, which are replayed, so a resume needs no state but the step); each (domain, effort) cell gets its share of a step up
-to rounding, exactly in expectation; within a cell every prompt is drawn once before any is drawn again.
+Promises: step k draws the same prompts whatever ran before it (the position in every pool follows from the counts
+of steps 0..k-1, which are replayed, so a resume needs no state but the step); each (domain, effort) cell gets its
+share of a step up to rounding, exactly in expectation; within a cell every prompt is drawn once before any is drawn
+again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Is a folder a checkpoint, and does a teacher speak the student's language? Read from JSON files alone, before any model.
+"""Is a folder a checkpoint, and does a teacher speak the student's language? Read from JSON files alone, before any
+model.
 
 A teacher scores the student's token ids, so both must have the same vocabulary size and the same token for every id.
 """
@@ -13,17 +14,15 @@ from megatron_mopd.errors import UserError
 
 
 def read_checkpoint_config(folder: Path, key: str) -> dict[str, Any]:
-    """config.json of a Hugging Face folder whose safetensors files are all there; `key` names the option in the error."""
+    """config.json of a Hugging Face folder whose safetensors files are all there; `key` names the option in the
+    error."""
     if not folder.is_dir():
         raise UserError(f"{key}: {folder} is not a folder")
     config = _read_json(folder / "config.json", key)
     if not isinstance(config, dict) or "architectures" not in config:
         raise UserError(f"{key}: {folder}/config.json names no architectures; it must be a Hugging Face model folder")
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(_read_json(index, key)["weight_map"].values()))
-    else:
-        shards = ["model.safetensors"]
+    shards = sorted(set(_read_json(index, key)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         raise UserError(f"{key}: {folder} has no {missing[0]}; a checkpoint is a Hugging Face folder with safetensors")

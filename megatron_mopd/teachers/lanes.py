@@ -1,8 +1,9 @@
-"""Lanes: one per teacher. A finished trajectory waits in its teacher's lane, and is scored while others are still sampled.
+"""Lanes: one per teacher. A finished trajectory waits in its teacher's lane, and is scored while others are still
+sampled.
 
-Promises: what is sent together depends on the order of arrival alone (a lane sends once `batch_tokens` wait, the rest at the
-end), so the scores of a step are reproducible to the bit; each trajectory is scored once; a reply of another length or a
-non-finite one raises and names the teacher and the trajectory.
+Promises: what is sent together depends on the order of arrival alone (a lane sends once `batch_tokens` wait, the
+rest at the end), so the scores of a step are reproducible to the bit; each trajectory is scored once; a reply of
+another length or a non-finite one raises and names the teacher and the trajectory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The router: one teacher per (domain, effort), named; anything else is refused.
 
-Promise: every cell of the mixture has exactly one teacher before the first prompt is drawn, and a prompt of any other cell
-raises. There is no default teacher and no averaging.
+Promise: every cell of the mixture has exactly one teacher before the first prompt is drawn, and a prompt of any
+other cell raises. There is no default teacher and no averaging.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Router:
         missing = [str(c) for c in cells if c not in self._teacher]
         if missing:
             raise UserError(
-                f"no teacher for {', '.join(missing)}; add it under teachers.models or remove it from prompts.mixture / prompts.efforts"
+                f"no teacher for {', '.join(missing)}; add it under teachers.models or remove it from "
+                "prompts.mixture / prompts.efforts"
             )
 
     def route(self, cell: Cell) -> str:
@@ -45,8 +46,9 @@ class Router:
         return self._teacher[cell].name
 
     def coverage(self) -> str:
-        """The table that preflight prints: one line per cell with its teacher, and the teachers that no prompt reaches."""
+        """The table that preflight prints: one line per cell with its teacher, and the teachers that no prompt
+        reaches."""
         width = max(len(str(c)) for c in (*self._cells, *self._teacher))
-        lines = [f"  {str(c):{width}}  {self._teacher[c].name}  {self._teacher[c].checkpoint}" for c in self._cells]
+        lines = [f"  {c!s:{width}}  {self._teacher[c].name}  {self._teacher[c].checkpoint}" for c in self._cells]
         idle = [t.name for c, t in self._teacher.items() if c not in self._cells]
         return "\n".join([*lines, *(f"  {name} is never used: its cell is not in the mixture" for name in idle)])

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -25,16 +26,15 @@ def wait_for_step(process, run_folder, step, timeout_s=180):
 
 
 def processes_of(run_folder):
-    """Command lines on this machine that name the run folder."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    """pid -> command line of the processes on this machine that name the run folder."""
+    found = {}
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                words = file.read().decode(errors="replace").split("\0")
-        except OSError:
+            words = cmdline.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has just ended
             continue
-        if any(str(run_folder) in word for word in words) and int(pid) != os.getpid():
-            found.append(words)
+        if any(str(run_folder) in word for word in words):
+            found[int(cmdline.parent.name)] = words
     return found
 
 
@@ -101,19 +101,16 @@ def test_a_dead_driver_is_started_again_and_nothing_changes(mopd, undisturbed, t
     run_folder = tmp_path / "run"
     process = mopd.start("train", f"run.folder={run_folder}")
     wait_for_step(process, run_folder, 1)
-    (driver,) = [
-        int(pid)
-        for pid in filter(str.isdigit, os.listdir("/proc"))
-        if f"megatron_mopd.driver\0{run_folder}" in open(f"/proc/{pid}/cmdline").read()
-    ]
+    (driver,) = [pid for pid, words in processes_of(run_folder).items() if "megatron_mopd.driver" in words]
     os.kill(driver, signal.SIGKILL)
-    out, err = process.communicate(timeout=240)
+    _out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert metrics(run_folder) == metrics(undisturbed)
 
 
 def test_student_equals_teacher_gives_zero_reward_through_the_whole_path(mopd, world, tmp_path):
-    """Law 3: embedded sampling, embedded scoring, Megatron at TP2 x EP2; no effort in the prompt, so contexts are equal."""
+    """Law 3: embedded sampling, embedded scoring, Megatron at TP2 x EP2; no effort in the prompt, so contexts are
+    equal."""
     run_folder = tmp_path / "run"
     same = world / "one" / "base"
     result = mopd(
