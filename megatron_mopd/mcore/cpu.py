@@ -192,13 +192,19 @@ def _move_moe_splits_to_host() -> None:
 
 
 def _separate_adam_steps_on_load() -> None:
-    """DistributedOptimizer over torch.optim.AdamW (no apex, no Transformer Engine): loading looks for AdamW's `step`
-    among the saved tensors (KeyError), then gives every parameter the same `step` tensor, which one step advances once
-    per parameter: a silently wrong bias correction."""
+    """DistributedOptimizer over torch.optim.AdamW (no apex, no Transformer Engine): `step` comes from the parameter
+    groups, and loading then looks for it among the saved tensors again, where it is missing (KeyError) or that of the
+    dummy step before loading. It also gives every parameter the same `step` tensor, which one step advances once per
+    parameter. Both are a silently wrong bias correction."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
     load = DistributedOptimizer.load_state_dict
+
+    def set_all_but_step(self, param, tensors):
+        group, order = self.model_param_group_index_map[param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        set_states(self, param, {**tensors, **({"step": state["step"]} if "step" in state else {})})
 
     def load_state_dict(self, state_dict):
         load(self, state_dict)
@@ -206,9 +212,7 @@ def _separate_adam_steps_on_load() -> None:
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
 
-    DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, param, tensors: set_states(
-        self, param, {"step": None, **tensors}
-    )
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_all_but_step
     DistributedOptimizer.load_state_dict = load_state_dict
 
 

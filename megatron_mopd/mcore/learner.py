@@ -89,6 +89,11 @@ class Learner:
         self.step = 0
         self.optimizer, self.scheduler = build_optimizer(self.chunks, self._table, self.config.run.num_steps)
 
+    def resume_at(self, step: int) -> None:
+        """Set the step and the schedule with it, after weights and optimizer state were loaded."""
+        self.step = self.scheduler.num_steps = step
+        self.scheduler.step(0)
+
     def update(self, batch: Rows) -> StepMetrics:
         """One optimizer step on the whole batch. Raises UserError where the loss or the gradient is not finite."""
         assert len(batch), "an update needs a trajectory"
