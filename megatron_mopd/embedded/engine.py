@@ -8,8 +8,9 @@ Promises (tests/contract/test_engine.py):
 - The same requests give the same bits, whatever else this process computes meanwhile. Rounding depends on which rows
   are computed together, so that must follow from tokens alone: a wave is all that waits, in order of arrival; the
   futures of rows that end are resolved in row order; then the event loop turns once, and asyncio wakes the callers in
-  that same order. A caller who answers without awaiting anything else has its next request waiting when the engine looks, and its row
-  goes on in place. A caller who awaits something real, a sandbox, joins the next wave: the same tokens up to rounding.
+  that same order. A caller who answers without awaiting anything else has its next request waiting when the engine
+  looks, and its row goes on in place. A caller who awaits something real, a sandbox, joins the next wave: the same
+  tokens up to rounding.
 - A wave ends on the weights it began with. Requests taken up after `update_weights` carry the new version.
 """
 

@@ -1,0 +1,214 @@
+"""Laws of sampling: one append-only token log per trajectory, shared between the engine and an environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import VOCAB_SIZE, write_checkpoint
+
+from megatron_mopd import config
+from megatron_mopd.embedded.engine import EmbeddedEngine
+from megatron_mopd.errors import UserError
+from megatron_mopd.protocols import Observation, SampleRequest
+from megatron_mopd.rollout.environments import MakeEnvironment, SingleTurn, load_environments, load_factory
+from megatron_mopd.rollout.sampler import EnvironmentFailed, Sampling, sample
+from megatron_mopd.types import Outcome, Prompt, RenderedPrompt, Segment, Trajectory
+
+CALL, END = 1, 2
+
+
+class Scripted:
+    """An engine that says what a script holds for each trajectory, and notes what it was asked for."""
+
+    weight_version = 4
+
+    def __init__(self, scripts: Mapping[str, Sequence[int]]) -> None:
+        self.scripts = {name: list(ids) for name, ids in scripts.items()}
+        self.asked: list[SampleRequest] = []
+
+    async def generate(self, request: SampleRequest) -> Segment:
+        self.asked.append(request)
+        script, ids = self.scripts[request.trajectory_id], []
+        while len(ids) < request.max_new_tokens:
+            ids.append(script.pop(0))
+            if ids[-1] in request.stop_token_ids:
+                break
+        reason = "stop" if ids[-1] in request.stop_token_ids else "length"
+        return Segment(tuple(ids), (-0.5,) * len(ids), (True,) * len(ids), self.weight_version, reason)
+
+    async def update_weights(self, folder: Path, weight_version: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Tool:
+    """Answers a CALL with `size` tokens, ends at END."""
+
+    stop_token_ids = (CALL, END)
+
+    def __init__(self, prompt: Prompt, size: int = 2) -> None:
+        self.size = size
+
+    async def step(self, token_ids: tuple[int, ...]) -> Observation:
+        return Observation((90,) * self.size if token_ids[-1] == CALL else (), done=token_ids[-1] == END)
+
+    async def score(self, trajectory: Trajectory) -> Outcome:
+        return Outcome(1.0, int(trajectory.loss_mask.sum()), 100)
+
+
+def rendered(*ids: str, environment: str = "tool") -> list[RenderedPrompt]:
+    return [RenderedPrompt(Prompt(i, "agents", "low", environment, ()), (10, 11), (10, 12)) for i in ids]
+
+
+def collect(
+    engine: Any,
+    prompts: Sequence[RenderedPrompt],
+    environments: Mapping[str, MakeEnvironment],
+    most: int,
+    suffix: str = "@7",
+) -> list[Trajectory]:
+    async def body() -> list[Trajectory]:
+        try:
+            return [t async for t in sample(prompts, Sampling(engine, environments, most), suffix)]
+        finally:
+            await engine.close()
+
+    return asyncio.run(body())
+
+
+def test_observations_are_masked_and_lengths_agree() -> None:
+    engine = Scripted({"0/p@7": [5, CALL, 6, 7, CALL, 8, END]})
+    (t,) = collect(engine, rendered("p"), {"tool": Tool}, 50)
+    assert t.id == "0/p@7"
+    assert t.response_ids.tolist() == [5, CALL, 90, 90, 6, 7, CALL, 90, 90, 8, END]
+    assert t.loss_mask.tolist() == [True] * 2 + [False] * 2 + [True] * 3 + [False] * 2 + [True] * 2
+    assert t.rollout_logprobs.tolist() == [-0.5 * m for m in t.loss_mask]
+    assert t.weight_versions.tolist() == [4] * 11
+    assert [s.finish_reason for s in t.segments] == ["stop", "observation", "stop", "observation", "stop"]
+    assert t.finish_reason == "stop"
+    assert t.outcome == Outcome(1.0, 7, 100)
+
+
+def test_each_request_continues_the_whole_log_and_asks_for_what_is_left() -> None:
+    engine = Scripted({"0/p@7": [5, CALL, 6, 7, CALL, 8, END]})
+    collect(engine, rendered("p"), {"tool": Tool}, 12)
+    assert [(len(r.token_ids) - 2, r.max_new_tokens) for r in engine.asked] == [(0, 12), (4, 8), (9, 3)]
+    assert engine.asked[1].token_ids == (10, 11, 5, CALL, 90, 90)
+
+
+@pytest.mark.parametrize(
+    ("most", "response", "reason"),
+    [
+        (3, [5, CALL], "length"),  # the observation would not fit: left out whole
+        (4, [5, CALL, 90, 90], "length"),  # it fits, and nothing else does
+        (5, [5, CALL, 90, 90, 6], "length"),
+        (11, [5, CALL, 90, 90, 6, 7, CALL, 90, 90, 8, END], "stop"),  # the last token ends it in time
+    ],
+)
+def test_sampled_and_observed_tokens_share_one_budget(most: int, response: list[int], reason: str) -> None:
+    (t,) = collect(Scripted({"0/p@7": [5, CALL, 6, 7, CALL, 8, END]}), rendered("p"), {"tool": Tool}, most)
+    assert (t.response_ids.tolist(), t.finish_reason) == (response, reason)
+
+
+def test_a_prompt_that_is_drawn_twice_makes_two_trajectories() -> None:
+    engine = Scripted({"0/p@7": [5, 6, END], "1/p@7": [END]})
+    got = collect(engine, rendered("p", "p"), {"tool": Tool}, 9)
+    assert {t.id: t.response_ids.tolist() for t in got} == {"0/p@7": [5, 6, END], "1/p@7": [END]}
+
+
+def test_an_environment_that_fails_is_named_with_its_trajectory() -> None:
+    class Broken(Tool):
+        async def step(self, token_ids: tuple[int, ...]) -> Observation:
+            raise KeyError("table")
+
+    engine = Scripted({"0/p@7": [CALL]})
+    with pytest.raises(EnvironmentFailed, match=r"environment 'tool' of trajectory 0/p@7 failed: KeyError: 'table'"):
+        collect(engine, rendered("p"), {"tool": Broken}, 9)
+
+
+def test_an_unknown_environment_is_refused() -> None:
+    with pytest.raises(UserError, match="prompt p wants environment 'sandbox'"):
+        collect(Scripted({}), rendered("p", environment="sandbox"), {"tool": Tool}, 9)
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("student")
+    write_checkpoint(folder)
+    return folder
+
+
+def test_a_step_is_the_same_to_the_bit_and_in_order(student: Path) -> None:
+    """Real engine, tool calls, a batch that does not fit at once: order of finish, tokens, log-probs, masks."""
+    prompts = [
+        RenderedPrompt(Prompt(f"p{i}", "agents", "low", "tool", ()), tuple(range(10, 11 + i % 6)), (10,))
+        for i in range(40)
+    ]
+    stops = tuple(range(20, 60))
+
+    class Chatty(Tool):
+        stop_token_ids = stops
+
+        async def step(self, token_ids: tuple[int, ...]) -> Observation:
+            last = token_ids[-1]
+            return Observation((last,) * (last % 12), done=last > 50)
+
+    def run(suffix: str = "@1") -> list[Trajectory]:
+        engine = EmbeddedEngine(student, seed=3, max_batch_size=16)
+        return collect(engine, prompts, {"tool": Chatty}, 40, suffix)
+
+    first = run()
+    assert first == run()
+    assert first != run("@2")
+    assert [t.id for t in first] != [f"{i}/p{i}@1" for i in range(40)]
+    assert {t.finish_reason for t in first} == {"stop", "length"}
+    for t in first:
+        assert len(t.response_ids) <= 40
+        assert (t.response_ids < VOCAB_SIZE).all()
+
+
+class Words:
+    """The part of a tokenizer that SingleTurn uses."""
+
+    eos_token_id = END
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
+        return [int(t) for t in tokens]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(str(i) for i in ids if not (skip_special_tokens and i == END))
+
+
+@pytest.mark.parametrize(("label", "reward"), [("5 6", 1.0), ("5 6 2", 0.0), ("5", 0.0)])
+def test_single_turn_rewards_the_exact_label(label: str, reward: float) -> None:
+    prompt = RenderedPrompt(Prompt("p", "general", "low", "qa", (), label=label), (10,), (10,))
+    table = config.Environment(
+        factory="megatron_mopd.rollout.environments:SingleTurn", options={"budget_tokens": {"low": 2}}
+    )
+    (t,) = collect(Scripted({"0/p@7": [5, 6, END]}), [prompt], load_environments({"qa": table}, Words()), 9)
+    assert t.outcome == Outcome(reward, 3, 2)
+    assert t.outcome.reward_within_budget == 0.0
+
+
+def test_single_turn_stops_where_it_is_told() -> None:
+    prompt = Prompt("p", "general", "low", "qa", ())
+    assert SingleTurn(prompt, Words()).stop_token_ids == (END,)
+    assert SingleTurn(prompt, Words(), stop_tokens=["7", "8"]).stop_token_ids == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nonsense", r"environments\.qa\.factory='nonsense' must have the form package\.module:Class"),
+        ("no.such:Thing", r"environments\.qa\.factory='no\.such:Thing' cannot be imported"),
+        ("megatron_mopd.errors:Thing", "module megatron_mopd.errors has no Thing"),
+        ("megatron_mopd.rollout.environments:__name__", "__name__ is not callable"),
+    ],
+)
+def test_a_factory_that_cannot_be_had_is_refused_by_its_key(path: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_factory("qa", path)
