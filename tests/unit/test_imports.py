@@ -13,6 +13,7 @@ PACKAGE = ROOT / "megatron_mopd"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TORCH_FREE = ("config.py", "yaml_tree.py", "types.py", "protocols.py", "errors.py", "cli.py", "preflight.py")
 BACKENDS = ("embedded", "sglang", "mcore")
+TORCH_FREE_ARITHMETIC = ("Layout", "split_megatron_table")
 TOKENIZERS = ("AutoTokenizer", "PreTrainedTokenizerBase", "PreTrainedTokenizerFast")
 
 
@@ -59,8 +60,8 @@ def test_trackers_are_imported_under_telemetry_only() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_are_imported_by_build_only(backend: str) -> None:
-    """mcore/layout.py is arithmetic on the `megatron:` table, without torch: preflight checks layouts with it."""
-    found = importers(f"megatron_mopd.{backend}", allowed=(backend, "build.py"), names=("Layout",))
+    """Preflight checks the `megatron:` table with the two functions of mcore/ that import no torch."""
+    found = importers(f"megatron_mopd.{backend}", allowed=(backend, "build.py"), names=TORCH_FREE_ARITHMETIC)
     assert found == []
 
 
