@@ -34,8 +34,9 @@ from megatron_mopd.mcore.head import LogprobHead
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.metrics import cell_metrics, micro_batch_sums, reduce_sums, total_loss
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch, Rows, micro_batches
-from megatron_mopd.mcore.model import build_model, split_megatron_table
+from megatron_mopd.mcore.model import build_model
 from megatron_mopd.mcore.optimizer import build_optimizer, wrap
+from megatron_mopd.mcore.options import split_megatron_table
 from megatron_mopd.objectives import build_objective
 from megatron_mopd.objectives.normalisation import row_weights
 from megatron_mopd.types import StepMetrics

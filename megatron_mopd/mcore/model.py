@@ -6,9 +6,6 @@ Fields come in four layers, each over the one before: the family's (what the che
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,14 +17,12 @@ from megatron_mopd.mcore import device
 from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.local_layers import use_local_layers
+from megatron_mopd.mcore.options import split_megatron_table
 
 # isort: split
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 _GPU_FIELDS = {
@@ -47,50 +42,8 @@ _NEEDS_GPU = (
     "fp8",
     "fp4",
 )
-_OURS = {
-    "params_dtype": "megatron.bf16",
-    "pipeline_dtype": "megatron.bf16",
-    "fp16": "megatron.bf16",
-    "activation_func": "the checkpoint",
-    "mtp_num_layers": "a model without multi-token prediction",
-}
-"""Keys that the table may not set, and what says it instead."""
-
 VOCAB_MULTIPLE = 16
 """Rows of the vocabulary on a tensor-parallel rank are a multiple of this, as tensor cores like them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MegatronTable:
-    """The `megatron:` table by the part of Megatron that each key belongs to; a key of two parts is in both."""
-
-    transformer: dict[str, Any]
-    """TransformerConfig, or MLATransformerConfig with `multi_latent_attention: true`."""
-    optimizer: dict[str, Any]
-    """OptimizerConfig."""
-    ddp: dict[str, Any]
-    """DistributedDataParallelConfig."""
-    scheduler: dict[str, Any]
-    """Arguments of OptimizerParamScheduler."""
-
-
-def split_megatron_table(table: Mapping[str, Any]) -> MegatronTable:
-    """Sort the user's keys by owner. UserError for a key that no part of Megatron has, and for one that is ours."""
-    transformer = MLATransformerConfig if table.get("multi_latent_attention") else TransformerConfig
-    owners = {
-        "transformer": {f.name for f in dataclasses.fields(transformer)},
-        "optimizer": {f.name for f in dataclasses.fields(OptimizerConfig)},
-        "ddp": {f.name for f in dataclasses.fields(DistributedDataParallelConfig)},
-        "scheduler": set(inspect.signature(OptimizerParamScheduler).parameters) - {"optimizer"},
-    }
-    known = sorted(set().union(*owners.values()) - set(_OURS))
-    for key in table:
-        if key in _OURS:
-            raise UserError(f"megatron.{key} cannot be set: it follows from {_OURS[key]}; remove it")
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            raise UserError(f"unknown key megatron.{key}" + (f"; did you mean {near[0]}?" if near else ""))
-    return MegatronTable(**{name: {k: table[k] for k in table if k in keys} for name, keys in owners.items()})
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -116,9 +69,12 @@ def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]
         "moe_token_dispatcher_type": "alltoall",
         **{key: value for key, value in table.items() if key != "sequence_parallel"},
     }
+    cls = TransformerConfig
     if fields.get("multi_latent_attention"):
+        cls = MLATransformerConfig
         fields = {"rope_type": "rope", "rotary_base": architecture.rotary_base, **fields}
-    cls = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+        for of_grouped_attention in ("num_query_groups", "kv_channels"):
+            fields.pop(of_grouped_attention)
     try:
         return cls(**fields)
     except (

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.mcore.model import MegatronTable
+from megatron_mopd.mcore.options import MegatronTable
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads

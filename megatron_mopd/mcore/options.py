@@ -1,0 +1,96 @@
+"""The `megatron:` table: Megatron-Core's own option names, sorted by the part of Megatron that they belong to.
+
+The names are read from the source of the installed Megatron-Core without importing it, so that preflight refuses a
+misspelt one before torch is loaded, and a newer Megatron brings its own options.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_mopd.errors import UserError
+
+_OURS = {
+    "params_dtype": "megatron.bf16",
+    "pipeline_dtype": "megatron.bf16",
+    "fp16": "megatron.bf16",
+    "activation_func": "the checkpoint",
+    "mtp_num_layers": "a model without multi-token prediction",
+}
+"""Keys that the table may not set, and what says it instead."""
+
+
+@dataclass(frozen=True)
+class MegatronTable:
+    """The table by the part of Megatron that each key belongs to; a key of two parts is in both."""
+
+    transformer: dict[str, Any]
+    """TransformerConfig, or MLATransformerConfig with `multi_latent_attention: true`."""
+    optimizer: dict[str, Any]
+    """OptimizerConfig."""
+    ddp: dict[str, Any]
+    """DistributedDataParallelConfig."""
+    scheduler: dict[str, Any]
+    """Arguments of OptimizerParamScheduler."""
+
+
+def split_megatron_table(table: Mapping[str, Any]) -> MegatronTable:
+    """Sort the user's keys by owner. UserError for a key that no part of Megatron has, and for one that is ours."""
+    owners = {
+        "transformer": _transformer_fields(bool(table.get("multi_latent_attention"))),
+        "optimizer": _fields("optimizer/optimizer_config.py", "OptimizerConfig"),
+        "ddp": _fields("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
+        "scheduler": _arguments("optimizer_param_scheduler.py", "OptimizerParamScheduler") - {"optimizer"},
+    }
+    known = sorted(set().union(*owners.values()) - set(_OURS))
+    for key in table:
+        if key in _OURS:
+            raise UserError(f"megatron.{key} cannot be set: it follows from {_OURS[key]}; remove it")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise UserError(f"unknown key megatron.{key}" + (f"; did you mean {near[0]}?" if near else ""))
+    return MegatronTable(**{name: {k: table[k] for k in table if k in keys} for name, keys in owners.items()})
+
+
+def _transformer_fields(latent_attention: bool) -> frozenset[str]:
+    file = "transformer/transformer_config.py"
+    fields = _fields("model_parallel_config.py", "ModelParallelConfig") | _fields(file, "TransformerConfig")
+    return fields | _fields(file, "MLATransformerConfig") if latent_attention else fields
+
+
+def _fields(file: str, name: str) -> frozenset[str]:
+    """The annotated names of a dataclass, those of its bases not included."""
+    return frozenset(
+        node.target.id
+        for node in _class(file, name).body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    )
+
+
+def _arguments(file: str, name: str) -> frozenset[str]:
+    """The argument names of a class's constructor."""
+    (init,) = (n for n in _class(file, name).body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    return frozenset(a.arg for a in init.args.args[1:])
+
+
+@cache
+def _class(file: str, name: str) -> ast.ClassDef:
+    tree = ast.parse((_megatron_core() / file).read_text(encoding="utf-8"))
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return found
+
+
+def _megatron_core() -> Path:
+    """The folder of megatron.core; `megatron` is a namespace package, so finding it imports nothing."""
+    spec = importlib.util.find_spec("megatron")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        if (core := Path(folder) / "core").is_dir():
+            return core
+    raise UserError("megatron-core is not installed; run pip install megatron-core")

@@ -1,0 +1,55 @@
+"""The `megatron:` table: the names read from Megatron's source are its classes' own, and misspelt ones are refused."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+from megatron_mopd.errors import UserError
+from megatron_mopd.mcore import options
+
+
+def names_of_classes():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    classes = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    fields = [{f.name for f in dataclasses.fields(cls)} for cls in classes]
+    return [*fields, set(inspect.signature(OptimizerParamScheduler).parameters)]
+
+
+def test_names_in_the_source_are_the_fields_of_the_classes(ranks):
+    (imported,) = ranks(1)(names_of_classes)
+    read = [
+        options._transformer_fields(False),
+        options._transformer_fields(True),
+        options._fields("optimizer/optimizer_config.py", "OptimizerConfig"),
+        options._fields("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
+        options._arguments("optimizer_param_scheduler.py", "OptimizerParamScheduler"),
+    ]
+    assert read == imported
+
+
+def test_keys_go_to_their_owners():
+    keys = {"num_layers": 3, "lr": 0.1, "overlap_grad_reduce": True, "max_lr": 1, "bf16": True}
+    table = options.split_megatron_table(keys)
+    assert table.transformer == {"num_layers": 3, "bf16": True}
+    assert table.optimizer == {"lr": 0.1, "bf16": True}
+    assert table.ddp == {"overlap_grad_reduce": True}
+    assert table.scheduler == {"max_lr": 1}
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("tensor_model_paralel_size", "unknown key megatron.tensor_model_paralel_size; did you mean tensor_model_para"),
+        ("learning_rate", "unknown key megatron.learning_rate"),
+        ("params_dtype", "megatron.params_dtype cannot be set: it follows from megatron.bf16"),
+        ("q_lora_rank", "unknown key megatron.q_lora_rank"),  # known only with multi_latent_attention
+    ],
+)
+def test_a_key_that_is_not_megatrons_is_refused(key, reason):
+    with pytest.raises(UserError, match=reason):
+        options.split_megatron_table({key: 1})
