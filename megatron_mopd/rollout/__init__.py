@@ -1,0 +1,1 @@
+"""Step 2, SAMPLE: trajectories of the student, and the environments that answer and verify them."""
