@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -63,21 +64,24 @@ class Pool:
         store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, rank, self.size, store, sys.path), daemon=True)
+            process = context.Process(target=_work, args=(theirs, rank, self.size, store, sys.path))
             process.start()
             theirs.close()
             self._workers.append((process, ours))
 
     def stop(self) -> None:
-        for process, connection in self._workers:
-            connection.close()
-            process.kill()
+        for _, connection in self._workers:
+            connection.close()  # a worker that waits for work ends by itself
         for process, _ in self._workers:
-            process.join()
+            process.join(timeout=2.0)
+            if process.is_alive():
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that a checkpoint started
+                process.join()
         self._workers = []
 
 
 def _work(connection: Connection, rank: int, size: int, store: str, path: list[str]) -> None:
+    os.setsid()
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:] = path
     import torch
@@ -91,7 +95,7 @@ def _work(connection: Connection, rank: int, size: int, store: str, path: list[s
         try:
             function, args = connection.recv()
         except EOFError:
-            return
+            return dist.destroy_process_group()
         try:
             connection.send((False, function(*args)))
         except BaseException:

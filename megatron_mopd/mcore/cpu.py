@@ -40,6 +40,7 @@ def enable() -> None:
     _complete_gloo()
     _redirect_megatron_rng()
     _move_moe_splits_to_host()
+    _admit_mla_without_transformer_engine()
     _separate_adam_steps_on_load()
     _vectorise_packed_rope()
 
@@ -189,6 +190,15 @@ def _move_moe_splits_to_host() -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _admit_mla_without_transformer_engine() -> None:
+    """multi_latent_attention.py takes the mocks of Transformer Engine's classes for its presence, then fails at isinstance
+    of a mock."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import multi_latent_attention
+
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
 
 
 def _separate_adam_steps_on_load() -> None:

@@ -18,4 +18,5 @@ DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if HAS_GPU
 if not HAS_GPU:
     # Said when megatron.core is imported; local_layers.py replaces what they would be for.
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+    warnings.filterwarnings("ignore", message="full scope is deprecated")  # upstream's default of cuda_graph_scope
     cpu.enable()

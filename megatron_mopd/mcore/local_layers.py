@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -159,7 +160,7 @@ class LocalCoreAttention(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         assert attention_type == "self"
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
-        self.cp_group = groups.cp
+        self.tp_group, self.cp_group = groups.tp, groups.cp
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -177,7 +178,7 @@ class LocalCoreAttention(MegatronModule):
         assert attention_bias is None
         assert attention_mask is None, "the causal mask comes from the positions"
         if self.config.multi_latent_attention and self.config.tensor_model_parallel_size > 1:
-            key = _sum_rope_gradient_over_tp(key, self.config.qk_pos_emb_head_dim)  # pyright: ignore
+            key = _sum_rope_gradient_over_tp(key, self.config.qk_pos_emb_head_dim, self.tp_group)  # pyright: ignore
         if self.cp_group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x, True, self.cp_group) for x in (key, value))
         if packed_seq_params is None:
@@ -224,11 +225,26 @@ def _pad(x_Thd: Tensor, slot_T: Tensor, n: int, length: int) -> Tensor:
     return padded.unflatten(0, (n, length)).transpose(1, 2)
 
 
-def _sum_rope_gradient_over_tp(key: Tensor, rope_width: int) -> Tensor:
+def _sum_rope_gradient_over_tp(key: Tensor, rope_width: int, tp_group: ProcessGroup) -> Tensor:
     """Upstream's MLA over ColumnParallelLinear hands every rank the whole rotary key, shared by its heads, and splits
     its gradient over tensor-parallel ranks without summing it (relative gradient error 1e-2, the loss unchanged)."""
     rest, rope = key.split([key.shape[-1] - rope_width, rope_width], dim=-1)
-    return torch.cat([rest, copy_to_tensor_model_parallel_region(rope)], dim=-1)
+    return torch.cat([rest, _SumGradient.apply(rope, tp_group)], dim=-1)
+
+
+class _SumGradient(torch.autograd.Function):
+    """The identity; its gradient is summed over the group. Upstream's own drops the sum of a gradient with strides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def apply_packed_rope(

@@ -51,7 +51,7 @@ def local_attention(lengths: tuple[int, ...], heads: tuple[int, int, int, int], 
 
     cp, rank = dist.get_world_size(), dist.get_rank()
     config: Any = SimpleNamespace(multi_latent_attention=False, attention_dropout=0.0)
-    groups: Any = SimpleNamespace(cp=dist.group.WORLD)
+    groups: Any = SimpleNamespace(tp=None, cp=dist.group.WORLD)
     attention = LocalCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
     padded = [-(-n // padded_to) * padded_to for n in lengths]
     cu = torch.tensor([0, *torch.tensor(padded).cumsum(0)], dtype=torch.int32)
