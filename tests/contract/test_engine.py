@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ MakeEngine = Callable[..., RolloutEngine]
 GREEDY = {"top_p": 1e-9}
 
 
-def run(engine: RolloutEngine, work: Callable[[RolloutEngine], Coroutine[Any, Any, Any]]) -> Any:
+def run(engine: RolloutEngine, work: Callable[[RolloutEngine], Awaitable[Any]]) -> Any:
     async def body() -> Any:
         try:
             return await work(engine)
@@ -49,11 +50,15 @@ def requests(count: int, tokens: int = 12, stop: tuple[int, ...] = ()) -> list[S
     return [SampleRequest(f"{i}@0", ids, tokens, stop) for i, ids in enumerate(prompts(count))]
 
 
-@torch.inference_mode()
+@lru_cache(maxsize=8)
+def reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
+
+
+@torch.no_grad()
 def reference_logprobs(folder: Path, token_ids: Sequence[int], temperature: float) -> np.ndarray:
     """log softmax(z / T) of every token but the first, by transformers, one row at a time."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    logits_TV = model(input_ids=torch.tensor([token_ids])).logits[0, :-1].float() / temperature
+    logits_TV = reference(folder)(input_ids=torch.tensor([token_ids])).logits[0, :-1].float() / temperature
     return logits_TV.log_softmax(-1).gather(-1, torch.tensor(token_ids)[1:, None])[:, 0].numpy()
 
 
@@ -70,7 +75,7 @@ def test_logprobs_are_those_of_the_whole_tempered_distribution(
 
 def test_greedy_tokens_are_the_most_likely_ones(make_engine: MakeEngine, student: Path) -> None:
     asked = requests(5, tokens=6)
-    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    model = reference(student)
     for request, segment in zip(asked, generate(make_engine(**GREEDY), asked), strict=True):
         ids = list(request.token_ids)
         for _ in range(6):
@@ -81,7 +86,7 @@ def test_greedy_tokens_are_the_most_likely_ones(make_engine: MakeEngine, student
 def test_top_p_draws_from_the_smallest_set_that_holds_p(make_engine: MakeEngine, student: Path) -> None:
     asked = [SampleRequest(f"{i}", (3, 4), 1, ()) for i in range(400)]
     drawn = {s.token_ids[0] for s in generate(make_engine(top_p=0.2), asked)}
-    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    model = reference(student)
     probs, order = model(input_ids=torch.tensor([[3, 4]])).logits[0, -1].softmax(-1).sort(descending=True)
     nucleus = set(order[: int((probs.cumsum(0) < 0.2).sum()) + 1].tolist())
     assert drawn <= nucleus
@@ -206,7 +211,7 @@ def test_the_same_requests_give_the_same_bits_whatever_else_runs(make_engine: Ma
 def _burn(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        torch.randn(64, 64) @ torch.randn(64, 64)
+        torch.mm(torch.randn(64, 64), torch.randn(64, 64))
 
 
 def test_update_changes_outputs_and_stamps_its_version(make_engine: MakeEngine, update: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, Mistr
 from megatron_mopd.embedded.models import load_model
 from megatron_mopd.errors import UserError
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 60,
     "hidden_size": 32,
     "intermediate_size": 32,

@@ -60,7 +60,7 @@ def test_a_student_that_is_its_own_teacher_earns_nothing(
     segments = generate(make_engine(temperature=temperature), asked)
     requests = [ScoreRequest(r.trajectory_id, r.token_ids, s.token_ids) for r, s in zip(asked, segments, strict=True)]
     scores = score(make_scorer({"t": student}, temperature=temperature), requests)
-    r = np.concatenate([t - np.float32(s.logprobs) for t, s in zip(scores, segments, strict=True)])
+    r = np.concatenate([t - np.array(s.logprobs, np.float32) for t, s in zip(scores, segments, strict=True)])
     assert np.abs(r).max() < 1e-4
 
 

@@ -48,7 +48,7 @@ class Scripted:
 class Tool:
     """Answers a CALL with `size` tokens, ends at END."""
 
-    stop_token_ids = (CALL, END)
+    stop_token_ids: tuple[int, ...] = (CALL, END)
 
     def __init__(self, prompt: Prompt, size: int = 2) -> None:
         self.size = size
@@ -151,7 +151,7 @@ def test_a_step_is_the_same_to_the_bit_and_in_order(student: Path) -> None:
     stops = tuple(range(20, 60))
 
     class Chatty(Tool):
-        stop_token_ids = stops
+        stop_token_ids: tuple[int, ...] = stops
 
         async def step(self, token_ids: tuple[int, ...]) -> Observation:
             last = token_ids[-1]
@@ -191,6 +191,7 @@ def test_single_turn_rewards_the_exact_label(label: str, reward: float) -> None:
     )
     (t,) = collect(Scripted({"0/p@7": [5, 6, END]}), [prompt], load_environments({"qa": table}, Words()), 9)
     assert t.outcome == Outcome(reward, 3, 2)
+    assert t.outcome
     assert t.outcome.reward_within_budget == 0.0
 
 
