@@ -12,11 +12,14 @@ Bad input is one line and exit code 2.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_mopd.config import Config, load_config, split_arguments
 from megatron_mopd.errors import UserError
+
+OTHER_RANKS_WAIT_S = 3.0
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,10 +27,11 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(guarded(lambda: _dispatch(words)))
 
 
-def guarded(command: Callable[[], int | None], speak: bool = True) -> int:
+def guarded(command: Callable[[], int | None], rank: int = 0) -> int:
     """Run a command; a UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130.
 
-    `speak=False` leaves the line to another rank.
+    Most mistakes stop every rank of a job at once. Rank 0 says so; the others wait until the launcher has ended
+    them, and speak only if rank 0 had nothing to say.
     """
     try:
         return command() or 0
@@ -35,8 +39,9 @@ def guarded(command: Callable[[], int | None], speak: bool = True) -> int:
         line, code = f"error: {error}", 2
     except KeyboardInterrupt:
         line, code = "interrupted; the last checkpoint is kept, the same command continues from it", 130
-    if speak:
-        print(f"mopd: {line}", file=sys.stderr, flush=True)
+    if rank > 0:
+        time.sleep(OTHER_RANKS_WAIT_S)
+    print(f"mopd: {line}", file=sys.stderr, flush=True)
     return code
 
 

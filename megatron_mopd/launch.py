@@ -38,9 +38,19 @@ def launch(module: str, arguments: list[str], num_processes: int, run_folder: Pa
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
-        return error.get_first_failure()[1].exitcode
+        failed, failure = error.get_first_failure()
+        if failed > 0:
+            print(f"rank {failed}: {_last_line(logs, failed)}", file=sys.stderr, flush=True)
+        return failure.exitcode
     except SignalException as stopped:
         return 128 + stopped.sigval
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
+
+
+def _last_line(logs: Path, rank: int) -> str:
+    """What the rank said last in its newest log, and where the rest is."""
+    log = max(logs.glob(f"*/attempt_0/{rank}/stderr.log"), key=lambda file: file.stat().st_mtime)
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return f"{lines[-1] if lines else 'ended without a word'} (see {log})"

@@ -81,7 +81,7 @@ def main() -> None:
         if config is not None:
             train(config)
 
-    code = guarded(command, speak=rank() == 0)
+    code = guarded(command, rank())
     sys.stdout.flush()
     os._exit(code)  # the other ranks may be gone: no collective, no worker thread may hold the exit
 

@@ -128,6 +128,6 @@ def announce(what: str, my_rank: int) -> None:
 
 
 if __name__ == "__main__":
-    code = guarded(lambda: main(sys.argv[1:]), speak=rank() == 0)
+    code = guarded(lambda: main(sys.argv[1:]), rank())
     sys.stdout.flush()
     os._exit(code)

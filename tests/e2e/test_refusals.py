@@ -30,9 +30,9 @@ def refusal(mopd, run_folder, *overrides, command="train"):
         ("teachers.models.1.effort=low", "two teachers for general/low: general-low and general-high"),
         ("student.checkpoint=/usr", "student.checkpoint: /usr/config.json does not exist"),
         ("teachers.models.3.checkpoint=nowhere", "teachers.models.3 (agents-low): nowhere is not a folder"),
-        ("launch.num_processes=3", "3 processes cannot be split into tensor 2"),
-        ("megatron.tensor_model_parallel_size=8", "attention heads (4) cannot be split"),
-        ("megatron.expert_model_parallel_size=3", "experts (8) cannot be split"),
+        ("launch.num_processes=3", "3 processes"),
+        ("megatron.tensor_model_parallel_size=8", "attention heads (4)"),
+        ("megatron.expert_model_parallel_size=3", "experts (8)"),
         ("environments.sums.factory=examples.quickstart.environments:Summs", "environments.sums.factory"),
     ],
 )
