@@ -193,8 +193,8 @@ def _move_moe_splits_to_host() -> None:
 
 
 def _admit_mla_without_transformer_engine() -> None:
-    """multi_latent_attention.py takes the mocks of Transformer Engine's classes for its presence, then fails at isinstance
-    of a mock."""
+    """multi_latent_attention.py takes the mocks of Transformer Engine's classes for its presence, and then fails at
+    isinstance of a mock."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer import multi_latent_attention
 
@@ -231,6 +231,6 @@ def _vectorise_packed_rope() -> None:
     of short sequences that costs more than the attention. On a GPU `apply_rope_fusion` has no such loop."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    from megatron_mopd.mcore.local_layers import apply_packed_rope
+    from megatron_mopd.mcore.packed_index import apply_packed_rope
 
     rope_utils._apply_rotary_pos_emb_thd = apply_packed_rope

@@ -15,8 +15,18 @@ HAS_GPU = torch.cuda.is_available()
 BACKEND = "nccl" if HAS_GPU else "gloo"
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if HAS_GPU else torch.device("cpu")
 
+_NOT_FOR_USERS = (  # what Megatron-Core and torch say about how Megatron-Core calls torch
+    "full scope is deprecated",
+    r"`torch\.distributed\.\w+` is deprecated",
+    "Please use DTensor instead",
+    "`load_state_dict` is deprecated",
+)
+_NOT_FOR_CPUS = (
+    "(Transformer Engine and )?Apex (is|are) not installed",
+    "When using sequence parallelism it is recommended",
+)
+
+for message in (*_NOT_FOR_USERS, *(() if HAS_GPU else _NOT_FOR_CPUS)):
+    warnings.filterwarnings("ignore", message=message)
 if not HAS_GPU:
-    # Said when megatron.core is imported; local_layers.py replaces what they would be for.
-    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
-    warnings.filterwarnings("ignore", message="full scope is deprecated")  # upstream's default of cuda_graph_scope
     cpu.enable()

@@ -2,20 +2,20 @@
 
 `LocalRMSNorm` accepts sequence parallelism, which upstream's WrappedTorchNorm refuses. `LocalCoreAttention` does what
 upstream's DotProductAttention refuses: context parallelism, packed (thd) sequences and MLA's head sizes. Packed
-sequences are padded to [n, S] inside the attention only, by one index map, so the cost is n * S^2 and never T^2.
+sequences are padded inside the attention only, to the longest of a group of similar length: the cost is of the order of
+sum L^2, and never T^2.
 
 Promises (tests/parity/test_local_layers.py): equal to attention one sequence at a time, in value and gradient, for any
-lengths and context-parallel size; the index maps of a micro-batch are computed once, not once per layer.
+lengths and context-parallel size.
 
-Shape suffixes: T packed tokens on this context-parallel rank, A those of all its ranks, n sequences, S longest
-sequence, s longest part of a sequence on this rank, h query heads, g key-value heads, d head width.
+Shape suffixes: T packed tokens on this context-parallel rank, A those of all its ranks, h query heads, g key-value
+heads, d head width.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,9 +30,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_mopd.errors import UserError
+from megatron_mopd.mcore.packed_index import PackedIndex, packed_index, positions
 
 
 class LocalRMSNorm(torch.nn.Module):
@@ -70,76 +70,6 @@ class _RMSNorm(torch.autograd.Function):
         mean = (grad_normed.view(-1, width) @ weight.to(normed.dtype)).view(scale.shape).div_(width)
         grad_x = torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale)
         return grad_x.to(grad.dtype), grad_weight.to(weight.dtype), None
-
-
-@dataclass(frozen=True)
-class PackedIndex:
-    """Where each packed token sits in the padded form, for queries (this rank's tokens) and keys (all ranks')."""
-
-    num_sequences: int
-    query_slot_T: Tensor
-    """Index into [n * s]."""
-    key_slot_A: Tensor
-    """Index into [n * S]; keys of all context-parallel ranks, rank after rank."""
-    position_T: Tensor
-    """Position of this rank's tokens in their sequences."""
-    max_query: int
-    max_key: int
-    mask_nsS: Tensor | None
-    """[n, 1, s, S], True where a query sees a key; None where plain causal masking says the same."""
-    _rotations: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-
-    def rotation(self, freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, r] of the angles `freqs` [S, 1, 1, r] at this rank's positions; sin with the sign that the
-        rotation of halves gives it. Kept for the other layers."""
-        key = (id(freqs), mscale, dtype)
-        if key not in self._rotations:
-            angle_T = freqs.flatten(1).index_select(0, self.position_T)[:, None]
-            cos, sin = angle_T.cos().mul_(mscale), angle_T.sin().mul_(mscale)
-            sin[..., : sin.shape[-1] // 2].neg_()
-            self._rotations[key] = (freqs, cos.to(dtype), sin.to(dtype))  # holding freqs keeps its id its own
-        return self._rotations[key][1:]
-
-
-_INDEX_OF: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def packed_index(cu_seqlens: Tensor, cp_group: ProcessGroup) -> PackedIndex:
-    """The index maps of a micro-batch, kept while its `cu_seqlens` tensor lives (every layer is handed that one)."""
-    index = _INDEX_OF.get(cu_seqlens)
-    if index is None:
-        index = _INDEX_OF[cu_seqlens] = _packed_index(cu_seqlens.long(), cp_group.size(), cp_group.rank())
-    return index
-
-
-def _packed_index(cu_seqlens: Tensor, cp: int, cp_rank: int) -> PackedIndex:
-    """With cp > 1, every sequence is cut into 2 * cp equal chunks and rank r holds chunks r and 2 * cp - 1 - r."""
-    length_n = cu_seqlens.diff()
-    max_key = int(length_n.max())
-    positions = [_positions(length_n, cp, rank) for rank in range(cp)]
-    sequence_T = torch.repeat_interleave(length_n // cp)
-    key_slot_A = torch.cat([sequence_T * max_key + position for position in positions])
-    position_T = positions[cp_rank]
-    if cp == 1:
-        return PackedIndex(len(length_n), key_slot_A, key_slot_A, position_T, max_key, max_key, None)
-    max_query = max_key // cp
-    start_n = cu_seqlens[:-1] // cp
-    query_slot_T = sequence_T * max_query + torch.arange(len(sequence_T)) - start_n[sequence_T]
-    query_position = torch.zeros(len(length_n) * max_query, dtype=torch.long).index_copy(0, query_slot_T, position_T)
-    mask = query_position.view(-1, 1, max_query, 1) >= torch.arange(max_key)
-    return PackedIndex(len(length_n), query_slot_T, key_slot_A, position_T, max_query, max_key, mask)
-
-
-def _positions(length_n: Tensor, cp: int, cp_rank: int) -> Tensor:
-    """Position in its sequence of every token that a context-parallel rank holds, in its order."""
-    local_n = length_n // cp
-    sequence_T = torch.repeat_interleave(local_n)
-    offset_T = torch.arange(len(sequence_T)) - (local_n.cumsum(0) - local_n)[sequence_T]
-    if cp == 1:
-        return offset_T
-    chunk_T = length_n[sequence_T] // (2 * cp)
-    first, second = cp_rank * chunk_T, (2 * cp - 1 - cp_rank) * chunk_T
-    return torch.where(offset_T < chunk_T, first + offset_T, second + offset_T - chunk_T)
 
 
 class LocalCoreAttention(MegatronModule):
@@ -186,18 +116,21 @@ class LocalCoreAttention(MegatronModule):
         return self._packed(query, key, value, packed_index(_bounds(packed_seq_params), self.cp_group))
 
     def _packed(self, query_Thd: Tensor, key_Agd: Tensor, value_Agd: Tensor, index: PackedIndex) -> Tensor:
-        n = index.num_sequences
-        query = _pad(query_Thd, index.query_slot_T, n, index.max_query)
-        key, value = (_pad(x, index.key_slot_A, n, index.max_key) for x in (key_Agd, value_Agd))
-        out = self._attend(query, key, value, index.mask_nsS).transpose(1, 2)  # [n, s, h, d]
-        return out.flatten(0, 1).index_select(0, index.query_slot_T).flatten(1)
+        queries = _pad(query_Thd, index.query_slot_T, index.query_slots)
+        keys, values = (_pad(x, index.key_slot_A, index.key_slots) for x in (key_Agd, value_Agd))
+        outputs = []
+        for group, query, key, value in zip(index.groups, queries, keys, values, strict=True):
+            q, k, v = (x.unflatten(0, (group.num_sequences, -1)).transpose(1, 2) for x in (query, key, value))
+            outputs.append(self._attend(q, k, v, group.mask_nsS).transpose(1, 2).flatten(0, 1))  # [n * s, h, d]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output.index_select(0, index.query_slot_T).flatten(1)
 
     def _unpacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         cp, mask = self.cp_group.size(), None
         if cp > 1:
             length = torch.tensor([key.shape[0]])
-            position_k = torch.cat([_positions(length, cp, rank) for rank in range(cp)])
-            mask = _positions(length, cp, self.cp_group.rank())[:, None] >= position_k
+            position_k = torch.cat([positions(length, cp, rank) for rank in range(cp)])
+            mask = positions(length, cp, self.cp_group.rank())[:, None] >= position_k
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return self._attend(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
 
@@ -219,10 +152,10 @@ def _bounds(packed: PackedSeqParams) -> Tensor:
     return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
 
 
-def _pad(x_Thd: Tensor, slot_T: Tensor, n: int, length: int) -> Tensor:
-    """[T, h, d] -> [n, h, length, d] with zeros in the slots that no token has."""
-    padded = x_Thd.new_zeros(n * length, *x_Thd.shape[1:]).index_copy(0, slot_T, x_Thd)
-    return padded.unflatten(0, (n, length)).transpose(1, 2)
+def _pad(x_Thd: Tensor, slot_T: Tensor, slots: list[int]) -> tuple[Tensor, ...]:
+    """[T, h, d] -> one [slots, h, d] per group, with zeros in the slots that no token has."""
+    padded = x_Thd.new_zeros(sum(slots), *x_Thd.shape[1:]).index_copy(0, slot_T, x_Thd)
+    return (padded,) if len(slots) == 1 else padded.split(slots)
 
 
 def _sum_rope_gradient_over_tp(key: Tensor, rope_width: int, tp_group: ProcessGroup) -> Tensor:
@@ -245,40 +178,6 @@ class _SumGradient(torch.autograd.Function):
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
-
-
-def apply_packed_rope(
-    t: Tensor,
-    cu_seqlens: Tensor,
-    freqs: Tensor,
-    rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
-    mscale: float = 1.0,
-    cp_group: ProcessGroup | None = None,
-) -> Tensor:
-    """rope_utils._apply_rotary_pos_emb_thd without its loop over sequences. t [T, h, d], freqs [S, 1, 1, r]."""
-    assert cp_group is not None
-    assert not rotary_interleaved, "no family has it"
-    width = freqs.shape[-1]
-    turned, rest = t[..., :width], t[..., width:]
-    if multi_latent_attention:  # pairs side by side become halves
-        turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1)
-    turned = _Rotate.apply(turned, *packed_index(cu_seqlens, cp_group).rotation(freqs, mscale, t.dtype))
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
-
-
-class _Rotate(torch.autograd.Function):
-    """(a, b) to (a cos - b sin, b cos + a sin) for the halves a and b of the last dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return torch.addcmul(t * cos, t.roll(t.shape[-1] // 2, -1), sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return torch.addcmul(grad * cos, grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
 
 
 _LOCAL = {DotProductAttention: LocalCoreAttention, WrappedTorchNorm: LocalRMSNorm}

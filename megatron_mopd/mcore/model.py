@@ -67,6 +67,7 @@ def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "moe_token_dispatcher_type": "alltoall",
+        "calculate_per_token_loss": True,  # contributions of ranks and micro-batches are added, see mcore/learner.py
         **{key: value for key, value in table.items() if key != "sequence_parallel"},
     }
     cls = TransformerConfig
@@ -77,11 +78,7 @@ def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]
             fields.pop(of_grouped_attention)
     try:
         return cls(**fields)
-    except (
-        ValueError,
-        AssertionError,
-        TypeError,
-    ) as error:  # what upstream's __post_init__ raises for bad combinations
+    except (ValueError, AssertionError, TypeError) as error:  # upstream's own checks of combinations
         raise UserError(f"megatron: {' '.join(str(error).split())}") from error
 
 

@@ -70,6 +70,7 @@ def parameters_of(models: Sequence[GPTModel], hf_config: Mapping[str, Any]) -> l
             name = _global_name(model, local_name)
             rule, hf_names = family.find(name)
             group, owned = expert if _EXPERT.search(name) else dense
+            assert isinstance(group, ProcessGroup)
             found.append(Parameter(name, tensor.detach(), rule, hf_names, group, owned))
     return found
 
@@ -97,7 +98,8 @@ def _global_name(model: GPTModel, name: str) -> str:
     for pattern, local in _TRANSFORMER_ENGINE_NAMES:
         name = re.sub(pattern, local, name)
     if match := _LAYER.match(name):
-        layer = model.decoder.layers[int(match[1])].layer_number - 1
+        local_layer: Any = model.decoder.layers[int(match[1])]
+        layer = local_layer.layer_number - 1
         name = f"decoder.layers.{layer}.{name[match.end() :]}"
     if match := _EXPERT.search(name):
         num_experts = model.config.num_moe_experts

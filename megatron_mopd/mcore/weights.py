@@ -165,11 +165,13 @@ def _buckets(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
 
     for _, alike in groupby(sorted(parameters, key=kind), key=kind):
         bucket: list[Parameter] = []
+        bucket_bytes = 0
         for parameter in alike:
             bucket.append(parameter)
-            if sum(p.tensor.nbytes for p in bucket) >= BUCKET_BYTES:
+            bucket_bytes += parameter.tensor.nbytes
+            if bucket_bytes >= BUCKET_BYTES:
                 yield bucket
-                bucket = []
+                bucket, bucket_bytes = [], 0
         if bucket:
             yield bucket
 

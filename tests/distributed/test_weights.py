@@ -68,7 +68,7 @@ def export_twice(source: Path, out: Path) -> None:
     models = build({}, source)
     load_hf(models, source)
     export_hf(models, source, out)
-    models[0].decoder.final_layernorm.weight.data.fill_(2.0)
+    dict(models[0].named_parameters())["decoder.final_layernorm.weight"].data.fill_(2.0)
     export_hf(models, source, out)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from ranks import Pools
 
-LENGTHS = ((5, 16, 1, 13), (8, 8), (7,), (40, 3, 3, 3, 3))
+LENGTHS = ((5, 16, 1, 13), (8, 8), (7,), (40, 3, 3, 3, 3), (33, 130, 5, 64, 65, 2))
 HEADS = ((4, 4, 16, 16), (4, 2, 16, 16), (4, 4, 24, 16))
 """(query heads, key-value heads, width of queries and keys, width of values): plain, grouped, MLA."""
 
@@ -81,37 +81,42 @@ def local_attention(lengths: tuple[int, ...], heads: tuple[int, int, int, int], 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_packed_attention_equals_one_sequence_at_a_time(cp: int, lengths, heads, ranks: Pools):
-    want = attention_one_by_one(*random_inputs(lengths, heads), lengths)
+    query, key, value, grad = random_inputs(lengths, heads)
+    want = attention_one_by_one(query, key, value, grad, lengths)
     for of_rank in ranks(cp)(local_attention, lengths, heads, 2 * cp if cp > 1 else 1):
         for got, expected in zip(of_rank, want, strict=True):
             torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=1e-5)
 
 
-def largest_index(num_sequences: int, length: int) -> int:
-    """Elements of the largest index map or mask of a packed micro-batch."""
+def work(lengths: tuple[int, ...]) -> tuple[int, int]:
+    """Query-key pairs that a packed attention works on, and elements of its largest index map or mask."""
     import torch.distributed as dist
 
-    from megatron_mopd.mcore.local_layers import packed_index
+    from megatron_mopd.mcore.packed_index import packed_index
 
     assert dist.group.WORLD is not None
-    cu = torch.arange(num_sequences + 1, dtype=torch.int32) * length
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     index = packed_index(cu, dist.group.WORLD)
     assert packed_index(cu, dist.group.WORLD) is index  # the other layers get the same maps
-    return max(x.numel() for x in (index.query_slot_T, index.key_slot_A, index.mask_nsS) if x is not None)
+    masks = [group.mask_nsS for group in index.groups if group.mask_nsS is not None]
+    pairs = sum(group.num_sequences * group.max_query * group.max_key for group in index.groups)
+    return pairs, max(x.numel() for x in (index.query_slot_T, index.key_slot_A, *masks))
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_packing_costs_no_mask_over_all_tokens(cp: int, ranks: Pools):
-    num_sequences, length = 64, 16
-    for numel in ranks(cp)(largest_index, num_sequences, length):
-        assert numel <= num_sequences * length * length  # and not (num_sequences * length) ** 2
+@pytest.mark.parametrize("lengths", [(40,) * 64, (2000, *(36,) * 50, *(700,) * 2, *(80,) * 20)])
+def test_the_work_of_a_pack_is_the_sum_of_squares_of_its_lengths(cp: int, lengths: tuple[int, ...], ranks: Pools):
+    squares = sum(n * n for n in lengths)
+    for pairs, largest in ranks(cp)(work, lengths):
+        assert pairs * cp <= 4 * squares
+        assert largest <= max(4 * squares // cp, sum(lengths))
 
 
 def rope_difference(lengths: tuple[int, ...], mla: bool) -> tuple[float, float]:
     """Of value and gradient, between the one-step packed RoPE and upstream's formula on each sequence."""
     import torch.distributed as dist
 
-    from megatron_mopd.mcore.local_layers import apply_packed_rope
+    from megatron_mopd.mcore.packed_index import apply_packed_rope
 
     # isort: split
     from megatron.core.models.common.embeddings.rope_utils import (
@@ -158,7 +163,7 @@ def rms_norm_results(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) 
         sequence_parallel=True,
     )
     norm = LocalRMSNorm(config, x.shape[-1], eps=1e-6)
-    assert norm.weight.sequence_parallel
+    assert norm.weight.sequence_parallel  # pyright: ignore
     norm.weight.data.copy_(weight)
     output = norm(x.requires_grad_())
     return [output.detach(), *torch.autograd.grad(output, [x, norm.weight], grad)]

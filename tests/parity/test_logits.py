@@ -108,7 +108,7 @@ def megatron_logits(megatron: dict[str, Any], folder: Path, packed: bool) -> lis
         logits = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(data) for _ in models] if len(models) > 1 else iter(data),
-            model=models if len(models) > 1 else models[0],
+            model=[*models] if len(models) > 1 else models[0],
             num_microbatches=len(data),
             seq_length=first.shape[1],
             micro_batch_size=first.shape[0],

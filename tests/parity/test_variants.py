@@ -54,7 +54,7 @@ def build(megatron: dict[str, Any], folder: Path):
     from megatron_mopd.mcore.parallel import initialize_parallel
 
     initialize_parallel(Layout.from_table(megatron), seed=3)
-    (model,) = build_model({**megatron, "calculate_per_token_loss": True}, read_hf_config(folder))
+    (model,) = build_model(megatron, read_hf_config(folder))
     return model
 
 
@@ -71,7 +71,7 @@ def save(model, folder: Path) -> None:
 def load(model, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    loaded = dist_checkpointing.load(model.sharded_state_dict(prefix="model."), str(folder))
+    loaded: Any = dist_checkpointing.load(model.sharded_state_dict(prefix="model."), str(folder))
     model.load_state_dict({name.removeprefix("model."): value for name, value in loaded.items()}, strict=False)
 
 
@@ -110,7 +110,7 @@ def losses_and_gradients(megatron: dict[str, Any], checkpoint: Path, weights: Pa
     whole = torch.zeros(sum(LENGTHS)).index_copy(0, here, losses.detach())
     dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
     for parameter in model.parameters():
-        parameter.data = parameter.main_grad.float()
+        parameter.data = parameter.main_grad.float()  # pyright: ignore
     save(model, gradients)
     return whole
 
