@@ -8,7 +8,7 @@ from __future__ import annotations
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore.layout import Layout
-from megatron_mopd.mcore.options import split_megatron_table
+from megatron_mopd.mcore.options import check_optimizer_options, split_megatron_table
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.rollout.environments import load_factory
@@ -23,7 +23,7 @@ def preflight(config: Config, world_size: int) -> str:
         raise UserError(f"objective.name={config.objective.name} has no rollouts to train on; `mopd train` takes mopd")
     hf_config = read_checkpoint_config(config.student.checkpoint, "student.checkpoint")
     read_token_map(config.student.checkpoint, "student.checkpoint")
-    split_megatron_table(config.megatron)
+    check_optimizer_options(split_megatron_table(config.megatron))
     Layout.from_table(config.megatron).check(hf_config, world_size)
     router = Router(config.teachers.models, config.prompts.cells)
     for i, teacher in enumerate(config.teachers.models):

@@ -31,6 +31,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -89,6 +90,7 @@ def load(learner: Learner, folder: Path) -> None:
                 f"checkpoint {folder} was saved with {name} {saved[name]} and this run has {now[name]}; "
                 "continue with the same, or start a new run from its weights"
             )
+    assert isinstance(learner.optimizer, ChainedOptimizer)
     for optimizer in learner.optimizer.chained_optimizers:
         if isinstance(optimizer, DistributedOptimizer):
             optimizer._init_optimizer_states_with_dummy_values()  # state_dict() of a fresh torch optimizer is empty
@@ -126,21 +128,27 @@ def _set_weights(learner: Learner, content: dict[str, Any]) -> None:
 
 def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
-        return dist_checkpointing.load(state, str(folder))
+        content = dist_checkpointing.load(state, str(folder))
     except CheckpointingException as error:
         raise UserError(f"checkpoint {folder} does not hold this model: {' '.join(str(error).split())}") from error
+    assert isinstance(content, dict)
+    return content
 
 
 def _rng() -> dict[str, Any]:
-    states = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    states = {"torch": torch.get_rng_state(), "tracker": _tracker().get_states()}
     return states | ({"cuda": torch.cuda.get_rng_state()} if device.HAS_GPU else {})
 
 
 def _set_rng(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
+    _tracker().set_states(states["tracker"])
     if device.HAS_GPU:
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def _tracker() -> Any:
+    return get_cuda_rng_tracker()
 
 
 def _facts(learner: Learner) -> dict[str, Any]:

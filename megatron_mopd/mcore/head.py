@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_mopd.mcore import device  # noqa: F401
 
@@ -47,13 +48,13 @@ class LogprobHead(ColumnParallelLinear):
             old.input_size,
             old.output_size,
             config=old.config,
-            init_method=old.config.init_method,
+            init_method=model.config.init_method,
             bias=False,
             gather_output=old.gather_output,
             skip_weight_param_allocation=True,
             embedding_activation_buffer=old.embedding_activation_buffer,
             grad_output_buffer=old.grad_output_buffer,
-            tp_group=old.tp_group,
+            tp_group=_group_of(old),
         )
         head.weight = old.weight  # None where it is tied to the embedding of the same stage
         head.vocab_size, head.temperature, head._target_T = vocab_size, temperature, None
@@ -74,7 +75,9 @@ class LogprobHead(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         if self._target_T is None:
             return super().forward(input_, weight, runtime_gather_output)
-        logprobs_T, entropy_T = self._logprobs(input_, self.weight if weight is None else weight, self._target_T)
+        own_or_tied = self.weight if weight is None else weight
+        assert own_or_tied is not None
+        logprobs_T, entropy_T = self._logprobs(input_, own_or_tied, self._target_T)
         return torch.stack([logprobs_T, entropy_T], dim=-1)[:, None], None
 
     def _logprobs(self, hidden_t1D: Tensor, weight_vD: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,12 +87,18 @@ class LogprobHead(ColumnParallelLinear):
             hidden_T1D = gather_from_sequence_parallel_region(hidden_t1D, True, group=self.tp_group)
         else:
             hidden_T1D = copy_to_tensor_model_parallel_region(hidden_t1D, group=self.tp_group)
-        start = self.tp_group.rank() * self.output_size_per_partition
+        group = _group_of(self)
+        start = group.rank() * self.output_size_per_partition
         v = min(self.output_size_per_partition, max(0, self.vocab_size - start))
         logits_Tv = _Float32Logits.apply(hidden_T1D.squeeze(1), weight_vD[:v])
         if self.temperature != 1.0:
             logits_Tv = logits_Tv / self.temperature
-        return vocab_parallel_logprobs(logits_Tv, target_T, start, self.tp_group)
+        return vocab_parallel_logprobs(logits_Tv, target_T, start, group)
+
+
+def _group_of(layer: ColumnParallelLinear) -> ProcessGroup:
+    assert isinstance(layer.tp_group, ProcessGroup)
+    return layer.tp_group
 
 
 class _Float32Logits(torch.autograd.Function):

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device, weights
+from megatron_mopd.mcore.collectives import from_last_stage, sum_over_data
 from megatron_mopd.mcore.families import family_of, read_hf_config
 from megatron_mopd.mcore.head import LogprobHead
 from megatron_mopd.mcore.layout import Layout
@@ -36,21 +36,14 @@ from megatron_mopd.mcore.metrics import cell_metrics, micro_batch_sums, reduce_s
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch, Rows, micro_batches
 from megatron_mopd.mcore.model import build_model
 from megatron_mopd.mcore.optimizer import build_optimizer, wrap
-from megatron_mopd.mcore.options import split_megatron_table
+from megatron_mopd.mcore.options import check_optimizer_options, split_megatron_table
 from megatron_mopd.objectives import build_objective
 from megatron_mopd.objectives.normalisation import row_weights
 from megatron_mopd.types import StepMetrics
 
 # isort: split
-from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
-
-_REFUSED = {
-    "calculate_per_token_loss": "the objective fixes how losses are added",
-    "overlap_moe_expert_parallel_comm": "it bypasses the log-prob head",
-    "defer_embedding_wgrad_compute": "it bypasses the log-prob head",
-}
 
 # From a micro-batch and the head's output [1, T, 2] to what Megatron's schedule takes: loss, token count, what to keep.
 LossFunction = Callable[[DeviceMicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -63,18 +56,16 @@ class Learner:
     """
 
     def __init__(self, config: Config) -> None:
-        for key, reason in _REFUSED.items():
-            if key in config.megatron:
-                raise UserError(f"megatron.{key} cannot be set: {reason}; remove it")
         self.config = config
         self.layout = Layout.from_table(config.megatron)
         self.objective = build_objective(config.objective)
         hf_config = read_hf_config(config.student.checkpoint)
         self.vocab_size = family_of(hf_config).architecture(hf_config).vocab_size
-        self.models = build_model({**config.megatron, "calculate_per_token_loss": True}, hf_config)
+        self._table = split_megatron_table(config.megatron)
+        check_optimizer_options(self._table)
+        self.models = build_model(config.megatron, hf_config)
         if self.models[-1].post_process:
             LogprobHead.install(self.models[-1], self.vocab_size, config.rollout.temperature)
-        self._table = split_megatron_table(config.megatron)
         self.chunks = wrap(self.models, self._table)
         self.load_hf(config.student.checkpoint)
 
@@ -107,14 +98,14 @@ class Learner:
         loss = total_loss(sums)
         self._refuse_unless_finite("loss", loss)
         self.scheduler.step(1)
-        _, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  (annotated as returning None)
         self._refuse_unless_finite("gradient norm", grad_norm)
         self.step += 1
         return StepMetrics(
             step=self.step,
             loss=loss,
             grad_norm=float(grad_norm),
-            learning_rate=float(get_canonical_lr_for_logging(self.optimizer.param_groups)),
+            learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups) or 0.0,
             num_tokens=int(batch.lengths.sum()),
             num_micro_batches=len(mine),
             cells=cell_metrics(sums, batch.cells, batch.cell),
@@ -133,10 +124,8 @@ class Learner:
         for micro, logprobs_T in zip(mine if parts else [], parts, strict=True):
             real_T = micro.token_T >= 0
             logprobs_N[micro.token_T[real_T]] = logprobs_T[real_T]
-        dist.all_reduce(logprobs_N, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        if self.layout.pp > 1:
-            last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(logprobs_N, last, group=parallel_state.get_pipeline_model_parallel_group())
+        sum_over_data(logprobs_N)  # each token has one owner
+        from_last_stage(logprobs_N)
         return logprobs_N.cpu().numpy()
 
     def export(self, folder: Path) -> None:
@@ -160,7 +149,7 @@ class Learner:
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward, loss),
             data_iterator=[iter(mine) for _ in self.chunks],
-            model=self.chunks,
+            model=list[torch.nn.Module](self.chunks),
             num_microbatches=len(mine),
             seq_length=1,  # not read: shapes travel with the tensors
             micro_batch_size=1,

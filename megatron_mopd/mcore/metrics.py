@@ -10,15 +10,12 @@ from enum import IntEnum
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mopd.mcore import device
+from megatron_mopd.mcore.collectives import from_last_stage, gather_over_data
 from megatron_mopd.objectives.objective import TokenColumns, TokenTerms
 from megatron_mopd.types import Cell, CellMetrics
-
-# isort: split
-from megatron.core import parallel_state
 
 
 class _Sum(IntEnum):
@@ -60,22 +57,16 @@ def reduce_sums(parts: Sequence[Tensor], num_cells: int) -> np.ndarray:
     (reproducible). Tensor-parallel ranks hold equal sums and are not counted again.
     """
     zero_CM = torch.zeros(num_cells, len(_Sum), dtype=torch.float64, device=device.DEVICE)
-    local_CM = _combine([zero_CM, *parts])
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    gathered = [torch.empty_like(local_CM) for _ in range(group.size())]
-    dist.all_gather(gathered, local_CM, group=group)
-    total_CM = _combine(gathered)
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(total_CM, last, group=parallel_state.get_pipeline_model_parallel_group())
+    total_CM = _combine(gather_over_data(_combine(torch.stack([zero_CM, *parts]))))
+    from_last_stage(total_CM)
     return total_CM.cpu().numpy()
 
 
-def _combine(parts: Sequence[Tensor]) -> Tensor:
-    stacked = torch.stack(list(parts))
-    total = stacked.sum(0)
-    total[:, _Sum.MISMATCH_MAX] = stacked[:, :, _Sum.MISMATCH_MAX].amax(0)
-    return total
+def _combine(parts: Tensor) -> Tensor:
+    """[parts, C, M] -> [C, M]"""
+    total_CM = parts.sum(0)
+    total_CM[:, _Sum.MISMATCH_MAX] = parts[:, :, _Sum.MISMATCH_MAX].amax(0)
+    return total_CM
 
 
 def total_loss(sums_CM: np.ndarray) -> float:

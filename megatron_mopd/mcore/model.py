@@ -60,6 +60,7 @@ def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]
     dtype = torch.bfloat16 if bf16 else torch.float32
     fields = {
         **architecture.transformer,
+        **architecture.training,
         **_layout_fields(layout),
         **_device_fields(table),
         "activation_func": {"silu": F.silu}[architecture.activation],

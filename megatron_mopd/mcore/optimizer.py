@@ -10,6 +10,7 @@ one still learns.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
-
-_FIXED = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler", "max_lr")
 
 
 def wrap(models: Sequence[GPTModel], table: MegatronTable) -> list[DistributedDataParallel]:
@@ -39,14 +38,14 @@ def wrap(models: Sequence[GPTModel], table: MegatronTable) -> list[DistributedDa
         )
         for i, model in enumerate(models)
     ]
-    config.finalize_model_grads_func = finalize_model_grads
-    single = len(chunks) == 1
+    callbacks: dict[str, list[Any]] = {}
     if ddp_config.overlap_grad_reduce:
-        config.no_sync_func = chunks[0].no_sync if single else [c.no_sync for c in chunks]
-        if ddp_config.align_param_gather:
-            config.grad_sync_func = chunks[0].start_grad_sync if single else [c.start_grad_sync for c in chunks]
+        callbacks["no_sync_func"] = [chunk.no_sync for chunk in chunks]
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
-        config.param_sync_func = chunks[0].start_param_sync if single else [c.start_param_sync for c in chunks]
+        callbacks["param_sync_func"] = [chunk.start_param_sync for chunk in chunks]
+    for name, of_chunks in callbacks.items():
+        setattr(config, name, of_chunks[0] if len(chunks) == 1 else of_chunks)  # as the schedules expect them
+    config.finalize_model_grads_func = finalize_model_grads
     return chunks
 
 
@@ -54,11 +53,6 @@ def build_optimizer(
     chunks: Sequence[DistributedDataParallel], table: MegatronTable, num_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """A fresh optimizer over the chunks' weights as they are now, and its schedule at step 0."""
-    if "lr" not in table.optimizer:
-        raise UserError("megatron.lr is missing; set the learning rate")
-    for key in _FIXED:
-        if key in table.scheduler:
-            raise UserError(f"megatron.{key} has no effect here; remove it")
     model_config, ddp_config = chunks[0].config, chunks[0].ddp_config
     options = {
         "min_lr": 0.0,
@@ -69,8 +63,6 @@ def build_optimizer(
         "overlap_param_gather": ddp_config.overlap_param_gather,
     }
     config = _construct(OptimizerConfig, options)
-    if config.optimizer not in ("adam", "sgd"):
-        raise UserError(f"megatron.optimizer={config.optimizer!r} is not supported; supported: adam, sgd")
     optimizer = get_megatron_optimizer(config, list(chunks))
     schedule = {
         "init_lr": 0.0,
@@ -91,5 +83,6 @@ def build_optimizer(
 def _construct(cls: Any, options: dict[str, Any]) -> Any:
     try:
         return cls(**options)
-    except (ValueError, TypeError, AssertionError) as error:  # upstream checks by assertion
-        raise UserError(f"megatron: {cls.__name__} refuses its options: {' '.join(str(error).split())}") from error
+    except (ValueError, TypeError, AssertionError) as error:  # upstream checks by assertion, some without a message
+        reason = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise UserError(f"megatron: {cls.__name__} refuses its options: {reason}") from error

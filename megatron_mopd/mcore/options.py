@@ -23,6 +23,14 @@ _OURS = {
     "fp16": "megatron.bf16",
     "activation_func": "the checkpoint",
     "mtp_num_layers": "a model without multi-token prediction",
+    "calculate_per_token_loss": "the objective, whose token weights are added",
+    "overlap_moe_expert_parallel_comm": "the log-prob head, which it bypasses",
+    "defer_embedding_wgrad_compute": "the log-prob head, which it bypasses",
+    "num_distributed_optimizer_instances": "data parallelism, which has one",
+    "use_megatron_fsdp": "megatron.use_distributed_optimizer",
+    "max_lr": "megatron.lr",
+    "use_checkpoint_opt_param_scheduler": "this configuration, also when a run continues",
+    "override_opt_param_scheduler": "this configuration, also when a run continues",
 }
 """Keys that the table may not set, and what says it instead."""
 
@@ -57,6 +65,14 @@ def split_megatron_table(table: Mapping[str, Any]) -> MegatronTable:
             near = difflib.get_close_matches(key, known, n=1)
             raise UserError(f"unknown key megatron.{key}" + (f"; did you mean {near[0]}?" if near else ""))
     return MegatronTable(**{name: {k: table[k] for k in table if k in keys} for name, keys in owners.items()})
+
+
+def check_optimizer_options(table: MegatronTable) -> None:
+    """UserError where a learner cannot be made of the table."""
+    if table.optimizer.get("lr") is None:
+        raise UserError("megatron.lr is missing; set the learning rate")
+    if (name := table.optimizer.get("optimizer", "adam")) not in ("adam", "sgd"):
+        raise UserError(f"megatron.optimizer={name!r} is not supported; supported: adam, sgd")
 
 
 def _transformer_fields(latent_attention: bool) -> frozenset[str]:

@@ -51,6 +51,13 @@ def batch_of(num_rows: int = 14, seed: int = 0) -> Batch:
     )
 
 
+def load_folder(folder: Path) -> dict[str, Any]:
+    """Every tensor of a Hugging Face folder."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def start(config: Config):
     from megatron_mopd.mcore.layout import Layout
     from megatron_mopd.mcore.learner import Learner
@@ -69,6 +76,6 @@ def loss_and_gradients(config: Config, batch: Batch, out: Path) -> StepMetrics:
     with torch.no_grad():
         for model in learner.models:
             for parameter in model.parameters():
-                parameter.copy_(parameter.main_grad)
+                parameter.copy_(parameter.main_grad)  # pyright: ignore[reportAttributeAccessIssue]
     learner.export(out)
     return metrics

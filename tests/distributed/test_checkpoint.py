@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import batch_of, config_of, start
+from learner_cases import batch_of, config_of, load_folder, start
 from ranks import Pools
-from safetensors.torch import load_file
 from tiny import LAYOUTS, write_checkpoint
 
 from megatron_mopd.config import Config
@@ -66,7 +65,7 @@ def train(config: Config, out: Path, resume: Path | None, save_at: int | None, n
 
 
 def assert_same_weights(got: Path, want: Path) -> None:
-    a, b = ({k: v for f in x.glob("*.safetensors") for k, v in load_file(f).items()} for x in (got, want))
+    a, b = load_folder(got), load_folder(want)
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name

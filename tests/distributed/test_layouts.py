@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import CELLS, batch_of, config_of, loss_and_gradients, start
+from learner_cases import CELLS, batch_of, config_of, load_folder, loss_and_gradients, start
 from ranks import Pools
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny import LAYOUTS, write_checkpoint
 
 from megatron_mopd.config import Config
@@ -43,10 +43,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors["model.embed_tokens.weight"] *= 5
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def load_folder(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def run(ranks: Pools, size: int, config: Config, batch: Batch, out: Path) -> Outcome:
@@ -100,7 +96,7 @@ def test_loss_is_invariant_to_the_micro_batch_split(
 
 def test_loss_is_invariant_to_the_order_of_rows(ranks: Pools, model: Path, single: Outcome, tmp_path: Path) -> None:
     batch = batch_of()
-    shuffled = batch.select(np.random.default_rng(1).permutation(len(batch)))
+    shuffled = batch.select(np.random.default_rng(1).permutation(len(batch)).tolist())
     assert_same(run(ranks, 1, config_of(model, PLAIN), shuffled, tmp_path / "gradients"), single)
 
 
@@ -160,6 +156,7 @@ def test_loss_and_gradients_are_those_of_eq15_on_transformers(model: Path, singl
     loss.backward()
     with torch.no_grad():
         for parameter in reference.parameters():
+            assert parameter.grad is not None
             parameter.copy_(parameter.grad)
     reference.float().save_pretrained(tmp_path)
     assert single.metrics.loss == pytest.approx(loss.item(), rel=1e-6)

@@ -33,12 +33,12 @@ def test_names_in_the_source_are_the_fields_of_the_classes(ranks):
 
 
 def test_keys_go_to_their_owners():
-    keys = {"num_layers": 3, "lr": 0.1, "overlap_grad_reduce": True, "max_lr": 1, "bf16": True}
+    keys = {"num_layers": 3, "lr": 0.1, "overlap_grad_reduce": True, "init_lr": 1, "bf16": True}
     table = options.split_megatron_table(keys)
     assert table.transformer == {"num_layers": 3, "bf16": True}
     assert table.optimizer == {"lr": 0.1, "bf16": True}
     assert table.ddp == {"overlap_grad_reduce": True}
-    assert table.scheduler == {"max_lr": 1}
+    assert table.scheduler == {"init_lr": 1}
 
 
 @pytest.mark.parametrize(
