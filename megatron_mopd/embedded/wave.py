@@ -31,7 +31,7 @@ from megatron_mopd.embedded.sampling import position_uniforms, sample_tokens, tr
 from megatron_mopd.protocols import SampleRequest
 from megatron_mopd.types import Segment
 
-PREFILL_TOKENS = 4096
+PREFILL_TOKENS = 2048
 """Most padded tokens of one forward pass of the prefill; more rows take further passes."""
 
 MAX_FED_TOKENS = 8
@@ -54,6 +54,8 @@ _ROW = np.dtype(
 
 @dataclass(frozen=True)
 class Distribution:
+    """What tokens are drawn from, and the seed of the noise."""
+
     seed: int
     temperature: float
     top_p: float
