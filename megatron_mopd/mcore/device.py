@@ -20,6 +20,7 @@ _NOT_FOR_USERS = (  # what Megatron-Core and torch say about how Megatron-Core c
     r"`torch\.distributed\.\w+` is deprecated",
     "Please use DTensor instead",
     "`load_state_dict` is deprecated",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor",
 )
 _NOT_FOR_CPUS = (
     "(Transformer Engine and )?Apex (is|are) not installed",
