@@ -42,8 +42,7 @@ def initialize_parallel(layout: Layout, seed: int) -> None:
     Ranks that hold the same parameters draw the same numbers; tensor-parallel regions draw their own (Megatron's
     tracker).
     """
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    _leave_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -77,7 +76,15 @@ def on_rank_zero(action: Callable[[], object]) -> None:
 
 def shutdown() -> None:
     """Leave the groups and the process group; does nothing where there is none."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    _leave_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave_groups() -> None:
+    """Megatron forgets its groups without ending them, and each holds sockets and threads (51 a layout on gloo)."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group != dist.group.WORLD:  # Megatron ends only some of its own
+                dist.destroy_process_group(group)
