@@ -20,6 +20,7 @@ _NOT_FOR_USERS = (  # what Megatron-Core and torch say about how Megatron-Core c
     r"`torch\.distributed\.\w+` is deprecated",
     "Please use DTensor instead",
     "`load_state_dict` is deprecated",
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts, which is meant
     r"The \.grad attribute of a Tensor that is not a leaf Tensor",
 )
 _NOT_FOR_CPUS = (
