@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.mcore.families import read_hf_config
+from megatron_mopd.mcore.families import family_of, read_hf_config
 from megatron_mopd.mcore.parameters import Parameter, geometry_of, parameters_of
 from megatron_mopd.mcore.sharding import Geometry
 
@@ -46,6 +46,7 @@ def load_hf(models: Sequence[GPTModel], folder: Path) -> None:
     """
     folder = Path(folder)
     hf_config = read_hf_config(folder)
+    _refuse_another_architecture(models, hf_config)
     checkpoint = _Checkpoint(folder)
     parameters, geometry = parameters_of(models, hf_config), geometry_of(models, hf_config)
     _refuse_mismatch(checkpoint, parameters, geometry)
@@ -57,6 +58,16 @@ def load_hf(models: Sequence[GPTModel], folder: Path) -> None:
         parameter.tensor.copy_(parameter.sharding.shard(full, geometry, group.rank(), group.size()))
     if unset := [p for p in parameters if p.tensor.isnan().any()]:
         raise UserError(f"checkpoint {folder} holds NaN in {', '.join(unset[0].hf_names)}; use another checkpoint")
+
+
+def _refuse_another_architecture(models: Sequence[GPTModel], hf_config: Mapping[str, Any]) -> None:
+    """A `megatron:` option that changes what the model computes would part it from the engine that samples."""
+    for name, value in family_of(hf_config).architecture(hf_config).transformer.items():
+        built = getattr(models[0].config, name)
+        if built != value:
+            raise UserError(
+                f"megatron.{name}={built!r} contradicts the checkpoint's config.json ({value!r}); remove it"
+            )
 
 
 class _Checkpoint:

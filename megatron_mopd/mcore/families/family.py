@@ -50,7 +50,9 @@ class Architecture:
     rotary_base: float
     activation: Literal["silu"]
     transformer: Mapping[str, Any]
-    """Fields of TransformerConfig."""
+    """Fields of TransformerConfig that the checkpoint fixes: another value would make another function of it."""
+    training: Mapping[str, Any]
+    """Fields of TransformerConfig that the family starts from and the `megatron:` table may change."""
 
 
 @dataclass(frozen=True)
