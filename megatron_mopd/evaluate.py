@@ -20,12 +20,12 @@ from rich.console import Console
 from megatron_mopd import build
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.render import Renderer
 from megatron_mopd.prompts.source import cell_pool
 from megatron_mopd.rollout.sampler import Sampling, sample
-from megatron_mopd.teachers.identity import read_checkpoint_config
 from megatron_mopd.telemetry.record import read_record
 from megatron_mopd.telemetry.recovery import CellScores
 from megatron_mopd.telemetry.summary import print_summary, write_summary
@@ -43,7 +43,7 @@ class Score:
 def evaluate_run(config: Config) -> dict[str, Any]:
     """Evaluate RUN/student against where it came from; write and print RUN/summary.json."""
     student = config.run.folder / "student"
-    read_checkpoint_config(student, "run.folder (its student/, which a finished training run leaves)")
+    read_hf_config(student, "run.folder (its student/, which a finished training run leaves)")
     start = time.monotonic()
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
     prompts = evaluation_prompts(config, renderer)

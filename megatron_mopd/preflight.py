@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.hf_folder import read_hf_config, read_token_map
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.options import check_optimizer_options, split_megatron_table
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.rollout.environments import load_factory
-from megatron_mopd.teachers.identity import check_same_language, read_checkpoint_config, read_token_map
+from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.router import Router
 from megatron_mopd.telemetry.sinks import check_sinks
 
@@ -21,7 +22,7 @@ def preflight(config: Config, world_size: int) -> str:
     """Check the run that `world_size` ranks would make; return the coverage table of the router."""
     if config.objective.name != "mopd":
         raise UserError(f"objective.name={config.objective.name} has no rollouts to train on; `mopd train` takes mopd")
-    hf_config = read_checkpoint_config(config.student.checkpoint, "student.checkpoint")
+    hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     read_token_map(config.student.checkpoint, "student.checkpoint")
     check_optimizer_options(split_megatron_table(config.megatron))
     Layout.from_table(config.megatron).check(hf_config, world_size)

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore import device, weights
 from megatron_mopd.mcore.collectives import from_last_stage, sum_over_data
-from megatron_mopd.mcore.families import family_of, read_hf_config
+from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.head import LogprobHead
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.metrics import cell_metrics, micro_batch_sums, reduce_sums, total_loss

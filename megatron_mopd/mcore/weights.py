@@ -23,7 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.mcore.families import family_of, read_hf_config
+from megatron_mopd.hf_folder import read_hf_config
+from megatron_mopd.mcore.families import family_of
+from megatron_mopd.mcore.parallel import on_rank_zero
 from megatron_mopd.mcore.parameters import Parameter, geometry_of, parameters_of
 from megatron_mopd.mcore.sharding import Geometry
 
@@ -140,21 +142,21 @@ def export_hf(
     source_folder, out_folder = Path(source_folder), Path(out_folder)
     hf_config = read_hf_config(source_folder)
     partial = out_folder.with_name(f".{out_folder.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+    on_rank_zero(lambda: _make_empty(partial))
     writer = _ShardWriter(partial, shard_bytes)
     for name, tensor in _full_tensors(parameters_of(models, hf_config), geometry_of(models, hf_config)):
         writer.add(name, tensor)
     writer.flush()
     of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((writer.file_of, writer.total_bytes), of_ranks)
-    if of_ranks is not None:
+
+    def complete() -> None:
+        assert of_ranks is not None
         _write_index(partial, of_ranks)
         _copy_all_but_weights(source_folder, partial)
         _replace(partial, out_folder)
-    dist.barrier()
+
+    on_rank_zero(complete)
 
 
 def _full_tensors(parameters: Sequence[Parameter], geometry: Geometry) -> Iterator[tuple[str, Tensor]]:
@@ -226,6 +228,11 @@ class _ShardWriter:
         self.total_bytes += self._pending_bytes
         self._files += 1
         self._pending, self._pending_bytes = {}, 0
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def _write_index(folder: Path, of_ranks: Sequence[tuple[dict[str, str], int]]) -> None:

@@ -1,50 +1,20 @@
-"""Is a folder a checkpoint, and does a teacher speak the student's language? Read from JSON files alone, before any
-model.
+"""Does a teacher speak the student's language? Read from JSON files alone, before any model.
 
 A teacher scores the student's token ids, so both must have the same vocabulary size and the same token for every id.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from megatron_mopd.errors import UserError
-
-
-def read_checkpoint_config(folder: Path, key: str) -> dict[str, Any]:
-    """config.json of a Hugging Face folder whose safetensors files are all there; `key` names the option in the
-    error."""
-    if not folder.is_dir():
-        raise UserError(f"{key}: {folder} is not a folder")
-    config = _read_json(folder / "config.json", key)
-    if not isinstance(config, dict) or "architectures" not in config:
-        raise UserError(f"{key}: {folder}/config.json names no architectures; it must be a Hugging Face model folder")
-    index = folder / "model.safetensors.index.json"
-    shards = sorted(set(_read_json(index, key)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-    missing = [name for name in shards if not (folder / name).is_file()]
-    if missing:
-        raise UserError(f"{key}: {folder} has no {missing[0]}; a checkpoint is a Hugging Face folder with safetensors")
-    return config
-
-
-def read_token_map(folder: Path, key: str) -> dict[int, str]:
-    """Token id -> token from tokenizer.json."""
-    tokenizer = _read_json(folder / "tokenizer.json", key)
-    vocabulary = tokenizer["model"]["vocab"]
-    if isinstance(vocabulary, dict):
-        tokens = {index: token for token, index in vocabulary.items()}
-    else:
-        tokens = {index: entry[0] for index, entry in enumerate(vocabulary)}
-    tokens.update({added["id"]: added["content"] for added in tokenizer.get("added_tokens", [])})
-    return tokens
+from megatron_mopd.hf_folder import read_hf_config, read_token_map
 
 
 def check_same_language(student: Path, teacher: Path, key: str) -> None:
     """Refuse a teacher with another vocabulary size or another token for any id, naming the first one."""
-    student_size = read_checkpoint_config(student, "student.checkpoint")["vocab_size"]
-    teacher_size = read_checkpoint_config(teacher, key)["vocab_size"]
+    student_size = read_hf_config(student, "student.checkpoint")["vocab_size"]
+    teacher_size = read_hf_config(teacher, key)["vocab_size"]
     if student_size != teacher_size:
         raise UserError(
             f"{key}: vocabulary of {teacher_size} tokens, the student's has {student_size}; they must be the same"
@@ -55,12 +25,3 @@ def check_same_language(student: Path, teacher: Path, key: str) -> None:
             raise UserError(
                 f"{key}: another tokenizer: id {index} is {theirs.get(index)!r}, the student's is {ours.get(index)!r}"
             )
-
-
-def _read_json(file: Path, key: str) -> Any:
-    if not file.is_file():
-        raise UserError(f"{key}: {file} does not exist; a checkpoint is a Hugging Face folder")
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{key}: {file} is not valid JSON: {error}") from None

@@ -26,7 +26,7 @@ def load_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def build(megatron: dict[str, Any], folder: Path):
-    from megatron_mopd.mcore.families import read_hf_config
+    from megatron_mopd.hf_folder import read_hf_config
     from megatron_mopd.mcore.layout import Layout
     from megatron_mopd.mcore.model import build_model
     from megatron_mopd.mcore.parallel import initialize_parallel
@@ -171,3 +171,25 @@ def refusal(megatron: dict[str, Any], source: Path) -> str:
 def test_a_model_that_the_checkpoint_is_not_is_refused(megatron, says: str, ranks: Pools, checkpoint: Path):
     (message,) = ranks(1)(refusal, megatron, checkpoint)
     assert says in message
+
+
+def global_names(source: Path, names: list[str]) -> list[str]:
+    from megatron_mopd.mcore.parameters import _global_name
+
+    (model,) = build({"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}, source)
+    return [_global_name(model, name) for name in names]
+
+
+def test_transformer_engine_names_are_those_of_the_local_layers(ranks: Pools, checkpoint: Path):
+    """The last of four ranks holds layers 2 and 3, and experts 4 to 7."""
+    names = {
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.2.input_layernorm.weight",
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": "decoder.layers.3.pre_mlp_layernorm.weight",
+        "decoder.layers.0.mlp.experts.linear_fc2.weight3": (
+            "decoder.layers.2.mlp.experts.local_experts.7.linear_fc2.weight"
+        ),
+        "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight": (
+            "decoder.layers.2.mlp.experts.local_experts.5.linear_fc1.weight"
+        ),
+    }
+    assert ranks(4)(global_names, checkpoint, list(names))[-1] == list(names.values())

@@ -80,7 +80,7 @@ def padded_micro_batch(lengths: tuple[int, ...], cp: int, cp_rank: int) -> dict[
 
 def megatron_logits(megatron: dict[str, Any], folder: Path, packed: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per micro-batch: this rank's places, and logits [b, here, V] there. Empty but on the last pipeline stage."""
-    from megatron_mopd.mcore.families import read_hf_config
+    from megatron_mopd.hf_folder import read_hf_config
     from megatron_mopd.mcore.layout import Layout
     from megatron_mopd.mcore.model import build_model
     from megatron_mopd.mcore.parallel import initialize_parallel

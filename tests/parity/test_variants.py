@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(megatron: dict[str, Any], folder: Path):
-    from megatron_mopd.mcore.families import read_hf_config
+    from megatron_mopd.hf_folder import read_hf_config
     from megatron_mopd.mcore.layout import Layout
     from megatron_mopd.mcore.model import build_model
     from megatron_mopd.mcore.parallel import initialize_parallel

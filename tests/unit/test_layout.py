@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.mcore.families import family_of, read_hf_config
+from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.layout import Layout
 
 QWEN3_MOE: dict[str, Any] = {
@@ -136,21 +134,6 @@ def test_a_missing_config_entry_is_named():
     config = {key: value for key, value in QWEN3_MOE.items() if key != "rms_norm_eps"}
     with pytest.raises(UserError, match=r"config\.json of the checkpoint has no rms_norm_eps"):
         family_of(config).architecture(config)
-
-
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="does not exist"):
-        read_hf_config(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"has no config\.json"):
-        read_hf_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
-    with pytest.raises(UserError, match="safetensors"):
-        read_hf_config(tmp_path)
-    (tmp_path / "model.safetensors").touch()
-    assert read_hf_config(tmp_path) == QWEN3_MOE
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        read_hf_config(tmp_path)
 
 
 def test_checking_a_layout_imports_no_torch():

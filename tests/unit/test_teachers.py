@@ -8,7 +8,8 @@ import pytest
 
 from megatron_mopd.config import Teacher
 from megatron_mopd.errors import UserError
-from megatron_mopd.teachers.identity import check_same_language, read_checkpoint_config
+from megatron_mopd.hf_folder import read_hf_config
+from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.lanes import Lane
 from megatron_mopd.teachers.router import Router
 from megatron_mopd.types import Cell, Prompt, RenderedPrompt, Segment, Trajectory
@@ -126,14 +127,14 @@ def test_a_teacher_of_another_vocabulary_or_tokenizer_is_refused(tmp_path):
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"student.checkpoint: .*nowhere is not a folder"):
-        read_checkpoint_config(tmp_path / "nowhere", "student.checkpoint")
+        read_hf_config(tmp_path / "nowhere", "student.checkpoint")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"config.json does not exist"):
-        read_checkpoint_config(tmp_path / "empty", "student.checkpoint")
+        read_hf_config(tmp_path / "empty", "student.checkpoint")
     folder = checkpoint(tmp_path / "torn")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"has no model.safetensors"):
-        read_checkpoint_config(folder, "student.checkpoint")
+        read_hf_config(folder, "student.checkpoint")
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
-        read_checkpoint_config(folder, "student.checkpoint")
+        read_hf_config(folder, "student.checkpoint")
