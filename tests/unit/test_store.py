@@ -11,7 +11,7 @@ CELLS = (Cell("general", "low"), Cell("coding", "max"))
 
 def graded(k, cell):
     rng = np.random.default_rng(k)
-    prompt = RenderedPrompt(Prompt(f"p{k}", *cell, "e", ()), tuple(rng.integers(0, 9, 3)), (1,))
+    prompt = RenderedPrompt(Prompt(f"p{k}", cell.domain, cell.effort, "e", ()), tuple(rng.integers(0, 9, 3)), (1,))
     n = int(rng.integers(0, 6))
     sampled = Segment(tuple(rng.integers(0, 9, n)), tuple(-rng.random(n)), (True,) * n, weight_version=k)
     segments = (sampled, Segment.observation((7, 8), k))

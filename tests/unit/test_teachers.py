@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ CELLS = (Cell("law", "low"), Cell("law", "high"))
 
 
 def teacher(effort, name=None, domain="law"):
-    return Teacher(name=name or f"{domain}-{effort}", domain=domain, effort=effort, checkpoint="x")
+    return Teacher(name=name or f"{domain}-{effort}", domain=domain, effort=effort, checkpoint=Path("x"))
 
 
 def trajectory(k, tokens=3):
