@@ -2,13 +2,12 @@
 
 | domain  | the prompt shows                     | a solution                    | is correct if it              |
 |---------|--------------------------------------|-------------------------------|-------------------------------|
-| general | digits up to `<end>`, then filler    | running sums, then the answer | ends with the sum modulo 5    |
+| general | labelled digits up to `<end>`        | running sums, then the answer | ends with the sum modulo 5    |
 | agents  | the first key of a hidden table      | one tool call per key         | ends with the end of a chain  |
 | coding  | how far to write, lines out of order | a stack program with comments | computes the right function   |
 
-A task takes 1 to 6 steps, one thought a step (agents: two tokens a call). A demonstration that stops thinking early has
-to guess, or leaves its program unfinished: this makes effort real. Everything is drawn from the `random.Random` passed
-in: the same seed gives the same tasks.
+A task takes 1 to 6 steps. A demonstration that stops thinking early has to guess, or leaves its program unfinished:
+this makes effort real. Everything is drawn from the `random.Random` passed in: the same seed gives the same tasks.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Demonstration(NamedTuple):
 
 class Task(Protocol):
     @classmethod
-    def draw(cls, rng: Random) -> Self: ...
+    def draw(cls, rng: Random, step_weights: Sequence[float] = STEP_WEIGHTS) -> Self: ...
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -84,26 +83,28 @@ class Task(Protocol):
         ...
 
 
-def draw_num_steps(rng: Random) -> int:
-    return rng.choices(range(1, len(STEP_WEIGHTS) + 1), STEP_WEIGHTS)[0]
+def draw_num_steps(rng: Random, step_weights: Sequence[float]) -> int:
+    return rng.choices(range(1, len(step_weights) + 1), step_weights)[0]
 
 
 @dataclass(frozen=True)
 class SumTask:
-    """`1 3 2 <end> ...`: think the running sums 1 4 1, answer 1."""
+    """`A 1 B 3 C 2 <end> ...`: think the running sums A 1 B 4 C 1, answer 1."""
 
     digits: tuple[int, ...]
     filler: tuple[int, ...]
+    """Digits after the end, which are not to be summed: short tasks are not all the same."""
 
     @classmethod
-    def draw(cls, rng: Random) -> Self:
-        drawn = rng.choices(range(SUM_MODULUS), k=BODY_WORDS - 1)
-        n = draw_num_steps(rng)
-        return cls(tuple(drawn[:n]), tuple(drawn[n:]))
+    def draw(cls, rng: Random, step_weights: Sequence[float] = STEP_WEIGHTS) -> Self:
+        num_steps = draw_num_steps(rng, step_weights)
+        drawn = rng.choices(range(SUM_MODULUS), k=BODY_WORDS - 1 - num_steps)
+        return cls(tuple(drawn[:num_steps]), tuple(drawn[num_steps:]))
 
     @property
     def words(self) -> tuple[str, ...]:
-        return (*map(str, self.digits), END, *map(str, self.filler))
+        labelled = zip(LETTERS, map(str, self.digits), strict=False)
+        return (*(word for pair in labelled for word in pair), END, *map(str, self.filler))
 
     @property
     def label(self) -> str:
@@ -115,10 +116,10 @@ class SumTask:
 
     def demonstrate(self, num_steps: int, error_rate: float, rng: Random) -> Demonstration:
         total, thoughts = 0, []
-        for digit in self.digits[:num_steps]:
+        for label, digit in zip(LETTERS, self.digits[:num_steps], strict=False):
             wrong = rng.random() < error_rate
             total = rng.randrange(SUM_MODULUS) if wrong else (total + digit) % SUM_MODULUS
-            thoughts.append(str(total))
+            thoughts += (label, str(total))
         if num_steps == 0 or rng.random() < error_rate:
             total = rng.randrange(SUM_MODULUS)
         words = (*thoughts, ANSWER, str(total), EOS)
@@ -133,9 +134,9 @@ class ChainTask:
     table: dict[str, str]
 
     @classmethod
-    def draw(cls, rng: Random) -> Self:
+    def draw(cls, rng: Random, step_weights: Sequence[float] = STEP_WEIGHTS) -> Self:
         table = {key: rng.choice(LETTERS if rng.random() < 0.5 else DIGITS) for key in LETTERS}
-        chain = rng.sample(LETTERS, draw_num_steps(rng))
+        chain = rng.sample(LETTERS, draw_num_steps(rng, step_weights))
         table.update(zip(chain, [*chain[1:], rng.choice(DIGITS)], strict=True))
         return cls(chain[0], table)
 
@@ -175,9 +176,9 @@ class ProgramTask:
     """Operation of each label, in the order of the listing."""
 
     @classmethod
-    def draw(cls, rng: Random) -> Self:
-        labels = rng.sample(LETTERS[: len(STEP_WEIGHTS)], len(STEP_WEIGHTS))
-        return cls(draw_num_steps(rng), {label: rng.choice(list(OPERATIONS)) for label in labels})
+    def draw(cls, rng: Random, step_weights: Sequence[float] = STEP_WEIGHTS) -> Self:
+        labels = rng.sample(LETTERS[: len(step_weights)], len(step_weights))
+        return cls(draw_num_steps(rng, step_weights), {label: rng.choice(list(OPERATIONS)) for label in labels})
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -50,7 +50,9 @@ ENVIRONMENTS = {"general": "sums", "agents": "key_table", "coding": "stack_progr
 NUM_PROMPTS, NUM_EVAL_PROMPTS = 6144, 2048
 NUM_SFT_ROWS_PER_CELL, NUM_TEACHER_ROWS = 4000, 4000
 SFT_ERROR_RATE, SFT_NEUTRAL_RATE = 0.12, 0.25
-SFT_DEPTHS = {"low": (0, 2), "high": (0, 5), "max": (1, 6)}
+SFT_STEP_WEIGHTS = (0.1, 0.1, 0.15, 0.2, 0.2, 0.25)
+"""Long tasks are shown more often than they are set: their last steps are what the policy would see least of."""
+SFT_DEPTHS = {"low": (0, 2), "high": (0, 4), "max": (2, 6)}
 """Fewest and most steps of a demonstration for the SFT policy; a low depth beyond 2 would beat the low teacher."""
 TEACHER_DEPTHS = {"low": 2, "high": 4, "max": 6}
 
@@ -198,7 +200,7 @@ def sft_demonstrations(rng: Random) -> Batch:
     """Rows of all nine cells in turn; a share of them without the effort, as the teachers will read them."""
     prompts, responses = [], []
     for _, cell in product(range(NUM_SFT_ROWS_PER_CELL), CELLS):
-        task = TASKS[cell.domain].draw(rng)
+        task = TASKS[cell.domain].draw(rng, SFT_STEP_WEIGHTS)
         effort = NEUTRAL if rng.random() < SFT_NEUTRAL_RATE else f"<{cell.effort}>"
         prompts.append(prompt_words(cell.domain, effort, task))
         responses.append(task.demonstrate(rng.randint(*SFT_DEPTHS[cell.effort]), SFT_ERROR_RATE, rng))

@@ -114,7 +114,9 @@ def test_template_rejects_an_unknown_effort(tokenizer):
         tokenizer.apply_chat_template(messages, tokenize=False, thinking_effort="medium")
 
 
-@pytest.mark.parametrize(("domain", "budgets"), [("general", (2, 4, 9)), ("agents", (4, 8, 18)), ("coding", (2, 4, 9))])
+@pytest.mark.parametrize(
+    ("domain", "budgets"), [("general", (4, 8, 18)), ("agents", (4, 8, 18)), ("coding", (2, 4, 9))]
+)
 def test_budgets_grow_with_the_effort(tokenizer, domain: str, budgets: tuple[int, ...]):
     prompts = [make_prompt(domain, effort, label=[], table={}) for effort in CONFIG.prompts.efforts]
     assert tuple(make_environment(prompt, tokenizer).budget_tokens for prompt in prompts) == budgets
@@ -150,13 +152,13 @@ def test_more_thinking_solves_more_tasks(tokenizer, domain: str):
 @pytest.mark.parametrize(
     ("words", "reward", "spent"),
     [
-        ("1 4 <answer> 4 <eos>", 1, 2),
+        ("A 1 B 4 <answer> 4 <eos>", 1, 4),
         ("<answer> 4 <eos>", 1, 0),
-        ("1 4 <answer> 3 <eos>", 0, 2),
-        ("1 4 <answer> 4", 0, 2),  # not ended
-        ("1 4 4 <eos>", 0, 4),  # no answer: all of it was thinking
-        ("1 <answer> 4 4 <eos>", 0, 1),
-        ("1 <answer> 3 <answer> 4 <eos>", 0, 1),
+        ("A 1 B 4 <answer> 3 <eos>", 0, 4),
+        ("A 1 B 4 <answer> 4", 0, 4),  # not ended
+        ("A 1 B 4 <eos>", 0, 5),  # no answer: all of it was thinking
+        ("A 1 <answer> 4 4 <eos>", 0, 2),
+        ("A 1 <answer> 3 <answer> 4 <eos>", 0, 2),
     ],
 )
 def test_sums_take_the_answer_alone(tokenizer, words: str, reward: int, spent: int):
@@ -165,8 +167,10 @@ def test_sums_take_the_answer_alone(tokenizer, words: str, reward: int, spent: i
 
 
 def test_a_correct_answer_beyond_the_budget_does_not_count(tokenizer):
-    outcome = judge(make_prompt("general", "low", label="4"), tokenizer, ["1", "3", "4", ANSWER, "4", EOS])
-    assert outcome == Outcome(reward=1.0, spent_tokens=3, budget_tokens=2)
+    outcome = judge(
+        make_prompt("general", "low", label="4"), tokenizer, ["A", "1", "B", "3", "C", "4", ANSWER, "4", EOS]
+    )
+    assert outcome == Outcome(reward=1.0, spent_tokens=6, budget_tokens=4)
     assert outcome.reward_within_budget == 0.0
 
 
