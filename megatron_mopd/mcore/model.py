@@ -6,6 +6,7 @@ Fields come in four layers, each over the one before: the family's (what the che
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,6 +76,7 @@ def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]
     if fields.get("multi_latent_attention"):
         cls = MLATransformerConfig
         fields = {"rope_type": "rope", "rotary_base": architecture.rotary_base, **fields}
+        fields["apply_rope_fusion"] = table.get("apply_rope_fusion", False)  # upstream's kernel knows only yarn
         for of_grouped_attention in ("num_query_groups", "kv_channels"):
             fields.pop(of_grouped_attention)
     try:
@@ -101,6 +103,8 @@ def _layout_fields(layout: Layout) -> dict[str, Any]:
 
 def _device_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     if device.HAS_GPU:
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise UserError("training on a GPU needs Transformer Engine; install transformer-engine[pytorch]")
         return _GPU_FIELDS
     for key in _NEEDS_GPU:
         if table.get(key):

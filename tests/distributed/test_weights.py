@@ -139,9 +139,9 @@ def test_load_rejects_a_folder_that_is_no_checkpoint(ranks: Pools, checkpoint: P
     shutil.copytree(checkpoint, torn)
     (torn / "model.safetensors").write_bytes(b"not this")
     for folder, says in [
-        (tmp_path / "nowhere", "does not exist"),
-        (tmp_path, "has no config.json"),
-        (incomplete, "gone.safetensors of its index does not exist"),
+        (tmp_path / "nowhere", "is not a folder"),
+        (tmp_path, "config.json does not exist"),
+        (incomplete, "has no gone.safetensors"),
         (torn, "is not a safetensors file"),
     ]:
         ((message, _),) = ranks(1)(error_of_load, {}, checkpoint, folder)
