@@ -44,6 +44,7 @@ class LogprobHead(ColumnParallelLinear):
     def install(cls, model: GPTModel, vocab_size: int, temperature: float) -> LogprobHead:
         """Replace the output layer of the last pipeline stage; call before DDP wraps the model."""
         old = model.output_layer
+        assert model.config.init_method is not None  # TransformerConfig sets it
         head = cls(
             old.input_size,
             old.output_size,
