@@ -21,6 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_mopd.errors import UserError
+from megatron_mopd.mcore import device  # noqa: F401
+from megatron_mopd.mcore.packed_index import PackedIndex, packed_index, positions
+
+# isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -28,11 +36,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from megatron_mopd.errors import UserError
-from megatron_mopd.mcore.packed_index import PackedIndex, packed_index, positions
 
 
 class LocalRMSNorm(torch.nn.Module):
@@ -65,9 +68,9 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         normed, scale, weight = ctx.saved_tensors
         width = normed.shape[-1]
-        grad_normed = grad * normed
-        grad_weight = grad_normed.view(-1, width).sum(0)
-        mean = (grad_normed.view(-1, width) @ weight.to(normed.dtype)).view(scale.shape).div_(width)
+        grad_normed = (grad * normed).reshape(-1, width)
+        grad_weight = grad_normed.sum(0)
+        mean = (grad_normed @ weight.to(normed.dtype)).view(scale.shape).div_(width)
         grad_x = torch.addcmul(grad * weight, normed, mean, value=-1).mul_(scale)
         return grad_x.to(grad.dtype), grad_weight.to(weight.dtype), None
 
