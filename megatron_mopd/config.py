@@ -12,9 +12,9 @@ import reprlib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, ValidationInfo, field_validator
 
 from megatron_mopd.errors import UserError
 from megatron_mopd.types import Cell
@@ -24,15 +24,25 @@ from megatron_mopd.yaml_tree import Tree, overlay, override, read_yaml, write_ya
 class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("true and false are no value of it")  # pydantic would read 1 and 0
+        return value
+
+
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+
 
 class Run(Table):
     folder: Path
     """Everything the run writes: config.yaml, metrics.jsonl, checkpoints/, trajectories/, weights/, summary.json."""
-    seed: int = 0
-    num_steps: PositiveInt
-    save_every_steps: PositiveInt = 50
-    keep_checkpoints: PositiveInt = 2
-    timeout_s: PositiveFloat = 1800.0
+    seed: int = Field(default=0, ge=0, lt=1 << 31)
+    num_steps: Count
+    save_every_steps: Count = 50
+    keep_checkpoints: Count = 2
+    timeout_s: float = Field(default=1800.0, gt=0.0, le=1e7)
     """How long a rank waits for a batch or a collective before the run is given up."""
 
 
@@ -54,7 +64,7 @@ class Teacher(Table):
 
 class Teachers(Table):
     backend: Literal["embedded"] = "embedded"
-    batch_tokens: PositiveInt = 16384
+    batch_tokens: Count = 16384
     """A lane sends its waiting trajectories once they hold this many tokens, and the rest when sampling has ended."""
     models: tuple[Teacher, ...] = ()
 
@@ -63,13 +73,13 @@ class Prompts(Table):
     files: tuple[Path, ...]
     """JSONL, one prompt a line: id, domain, environment, messages; optional effort, label, metadata."""
     eval_files: tuple[Path, ...] = ()
-    batch_size: PositiveInt
+    batch_size: Count
     """Prompts drawn per step; one trajectory each."""
     mixture: dict[str, PositiveFloat] = Field(min_length=1)
     """Weight of each domain."""
     efforts: dict[str, PositiveFloat] = Field(default={"low": 1.0, "high": 1.0, "max": 1.0}, min_length=1)
     """Weight of each effort level within a domain."""
-    effort_variable: str = "thinking_effort"
+    effort_variable: str = Field(default="thinking_effort", pattern=r"^[A-Za-z_]\w*$")
     """The chat template's variable for the effort; the teachers' prompts are rendered without it."""
 
     @property
@@ -85,13 +95,13 @@ class Environment(Table):
 
 class Rollout(Table):
     engine: Literal["embedded"] = "embedded"
-    temperature: PositiveFloat = 1.0
+    temperature: float = Field(default=1.0, ge=1e-3, le=1e3)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    max_response_tokens: PositiveInt
+    max_response_tokens: Count
     """Sampled and observed tokens of a trajectory together."""
-    max_batch_size: PositiveInt = 1024
+    max_batch_size: Count = 1024
     """Sequences that the embedded engine decodes at once."""
-    num_threads: PositiveInt = 1
+    num_threads: Count = 1
     """CPU threads of an operator in the driver (embedded engine and teachers)."""
 
 
@@ -104,7 +114,7 @@ class Objective(Table):
 
 
 class Learner(Table):
-    micro_batch_tokens: PositiveInt = 16384
+    micro_batch_tokens: Count = 16384
     """Most tokens of a packed micro-batch on one rank; a longer trajectory is a micro-batch of its own."""
 
 
@@ -116,13 +126,13 @@ class Telemetry(Table):
 
 
 class Evaluation(Table):
-    prompts_per_cell: PositiveInt = 512
+    prompts_per_cell: Count = 512
 
 
 class Launch(Table):
-    num_processes: PositiveInt = 1
+    num_processes: Count = 1
     """Ranks that `mopd train` starts on this machine; under torchrun, torchrun decides."""
-    max_driver_restarts: NonNegativeInt = 3
+    max_driver_restarts: int = Field(default=3, ge=0)
 
 
 class Config(Table):
@@ -175,7 +185,8 @@ def _explain(error: Any) -> str:
         return f"unknown key {where}; {_suggest(error['loc'])}"
     if error["type"] == "missing":
         return f"{where} is missing; set it in the YAML file or as {where}=VALUE"
-    message = error["msg"][0].lower() + error["msg"][1:]
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
     return f"{where}={reprlib.repr(error['input'])}: {message}"
 
 

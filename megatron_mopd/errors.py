@@ -6,4 +6,7 @@ this project and keeps its traceback.
 
 
 class UserError(ValueError):
-    """Bad input. The message says what is wrong and what to change, in one line."""
+    """Bad input. The message says what is wrong and what to change, in one line, also where it quotes longer ones."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(line.strip() for line in message.splitlines() if line.strip()))

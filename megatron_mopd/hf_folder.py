@@ -8,6 +8,9 @@ from typing import Any
 
 from megatron_mopd.errors import UserError
 
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file; the format's own limit."""
+
 
 def read_hf_config(folder: Path, key: str = "checkpoint") -> dict[str, Any]:
     """config.json of a Hugging Face folder whose safetensors files are all there; `key` names the option in the
@@ -17,9 +20,9 @@ def read_hf_config(folder: Path, key: str = "checkpoint") -> dict[str, Any]:
     config = _read_json(folder / "config.json", key)
     if not isinstance(config, dict) or "architectures" not in config:
         raise UserError(f"{key}: {folder}/config.json names no architectures; it must be a Hugging Face model folder")
-    index = folder / "model.safetensors.index.json"
-    shards = sorted(set(_read_json(index, key)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-    missing = [name for name in shards if not (folder / name).is_file()]
+    if not isinstance(size := config.get("vocab_size"), int) or size < 1:
+        raise UserError(f"{key}: {folder}/config.json has vocab_size={size!r}, which must be a positive integer")
+    missing = [name for name in _shards(folder, key) if not (folder / name).is_file()]
     if missing:
         raise UserError(f"{key}: {folder} has no {missing[0]}; a checkpoint is a Hugging Face folder with safetensors")
     return config
@@ -28,13 +31,46 @@ def read_hf_config(folder: Path, key: str = "checkpoint") -> dict[str, Any]:
 def read_token_map(folder: Path, key: str) -> dict[int, str]:
     """Token id -> token from tokenizer.json."""
     tokenizer = _read_json(folder / "tokenizer.json", key)
-    vocabulary = tokenizer["model"]["vocab"]
-    if isinstance(vocabulary, dict):
-        tokens = {index: token for token, index in vocabulary.items()}
-    else:
-        tokens = {index: entry[0] for index, entry in enumerate(vocabulary)}
-    tokens.update({added["id"]: added["content"] for added in tokenizer.get("added_tokens", [])})
+    try:
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            tokens = {index: token for token, index in vocabulary.items()}
+        else:
+            tokens = {index: entry[0] for index, entry in enumerate(vocabulary)}
+        tokens.update({added["id"]: added["content"] for added in tokenizer.get("added_tokens", [])})
+    except (AttributeError, KeyError, TypeError, IndexError):
+        raise UserError(f"{key}: {folder}/tokenizer.json has no vocabulary of tokens and ids") from None
     return tokens
+
+
+def check_weight_files(folder: Path, key: str) -> None:
+    """UserError for a cut or foreign file: a safetensors file is as long as its header says (8 bytes of length, the
+    header, the tensors back to back)."""
+    for name in _shards(folder, key):
+        file = folder / name
+        try:
+            with file.open("rb") as opened:
+                header_bytes = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(min(header_bytes, MAX_HEADER_BYTES)))
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+            expected = 8 + header_bytes + max(ends, default=0)
+        except (OSError, ValueError, AttributeError, KeyError, TypeError, IndexError):
+            raise UserError(f"{key}: {file} is not a safetensors file; copy the checkpoint again") from None
+        if file.stat().st_size != expected:
+            raise UserError(
+                f"{key}: {file} has {file.stat().st_size} bytes, its header says {expected}; copy the checkpoint again"
+            )
+
+
+def _shards(folder: Path, key: str) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    content = _read_json(index, key)
+    try:
+        return sorted(set(content["weight_map"].values()))
+    except (AttributeError, KeyError, TypeError):
+        raise UserError(f"{key}: {index} has no weight_map from tensor names to files") from None
 
 
 def _read_json(file: Path, key: str) -> Any:
@@ -42,5 +78,5 @@ def _read_json(file: Path, key: str) -> Any:
         raise UserError(f"{key}: {file} does not exist; a checkpoint is a Hugging Face folder")
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{key}: {file} is not valid JSON: {error}") from None

@@ -5,14 +5,19 @@ Promise: imports no torch; raises UserError for the first thing that is wrong; c
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
-from megatron_mopd.hf_folder import read_hf_config, read_token_map
+from megatron_mopd.hf_folder import check_weight_files, read_hf_config, read_token_map
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.options import check_optimizer_options, split_megatron_table
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
-from megatron_mopd.rollout.environments import load_factory
+from megatron_mopd.rollout.environments import check_options, load_factory
 from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.router import Router
 from megatron_mopd.telemetry.sinks import check_sinks
@@ -23,21 +28,45 @@ def preflight(config: Config, world_size: int) -> str:
     if config.objective.name != "mopd":
         raise UserError(f"objective.name={config.objective.name} has no rollouts to train on; `mopd train` takes mopd")
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
-    read_token_map(config.student.checkpoint, "student.checkpoint")
+    check_student(config.student.checkpoint, hf_config)
+    check_run_folder(config.run.folder)
     check_optimizer_options(split_megatron_table(config.megatron))
     Layout.from_table(config.megatron).check(hf_config, world_size)
     router = Router(config.teachers.models, config.prompts.cells)
     for i, teacher in enumerate(config.teachers.models):
-        check_same_language(config.student.checkpoint, teacher.checkpoint, f"teachers.models.{i} ({teacher.name})")
+        key = f"teachers.models.{i} ({teacher.name})"
+        check_same_language(config.student.checkpoint, teacher.checkpoint, key)
+        check_weight_files(teacher.checkpoint, key)
     for name, environment in config.environments.items():
-        load_factory(name, environment.factory)
+        check_options(name, environment, load_factory(name, environment.factory))
     check_prompts(config)
     check_sinks(config.telemetry)
     return router.coverage()
 
 
+def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:
+    """Every id of its tokenizer is one of the model's, and its weights are whole."""
+    highest = max(read_token_map(folder, "student.checkpoint"), default=0)
+    if highest >= hf_config["vocab_size"]:
+        raise UserError(
+            f"student.checkpoint: {folder}/tokenizer.json has ids up to {highest}, vocab_size is "
+            f"{hf_config['vocab_size']}; use the tokenizer of this model"
+        )
+    check_weight_files(folder, "student.checkpoint")
+
+
+def check_run_folder(folder: Path) -> None:
+    """The folder, or what exists of the way to it, can be written to."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "cannot be written to" if nearest.is_dir() else "is not a folder"
+        raise UserError(f"run.folder={folder}: {nearest} {reason}; choose another run.folder")
+
+
 def check_prompts(config: Config) -> None:
     """Every file parses, every drawn cell has prompts, every prompt's environment is configured."""
+    if not config.prompts.files:
+        raise UserError("prompts.files is empty; name files with prompts")
     for files in (config.prompts.files, config.prompts.eval_files):
         prompts = read_prompts(files)
         for prompt in prompts:
@@ -45,5 +74,5 @@ def check_prompts(config: Config) -> None:
                 raise UserError(
                     f"prompt {prompt.id} wants environment {prompt.environment!r}; add it under environments:"
                 )
-        if prompts:
+        if files:
             PromptSource(prompts, config.prompts, config.run.seed)

@@ -10,6 +10,7 @@ are the environment's own. A line that is not such an object is refused with its
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def read_prompts(files: Iterable[Path]) -> list[Prompt]:
     for file in files:
         if not file.is_file():
             raise UserError(f"prompt file {file} does not exist; see prompts.files")
-        with file.open(encoding="utf-8") as lines:
+        with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
@@ -40,11 +41,13 @@ def read_prompts(files: Iterable[Path]) -> list[Prompt]:
     return prompts
 
 
-def _parse(line: str, where: str) -> Prompt:
+def _parse(line: bytes, where: str) -> Prompt:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not a JSON object: {error.msg}") from None
+        row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        if b"\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a number of thousands of digits
+        raise UserError(f"{where}: not a JSON object: {error}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object but a {type(row).__name__}")
     for name in REQUIRED:
@@ -53,9 +56,11 @@ def _parse(line: str, where: str) -> Prompt:
     unknown = sorted(row.keys() - {*REQUIRED, *OPTIONAL})
     if unknown:
         raise UserError(f"{where}: unknown key {unknown[0]!r}; put your own values under 'metadata'")
-    for name in ("id", "domain", "environment"):
-        if not isinstance(row[name], str):
+    for name in ("id", "domain", "environment", "effort"):
+        if not isinstance(row.get(name) or "", str):
             raise UserError(f"{where}: {name!r} must be a string, not {row[name]!r}")
+    if not isinstance(row.get("metadata") or {}, dict):
+        raise UserError(f"{where}: 'metadata' must be an object, not {reprlib.repr(row['metadata'])}")
     messages = row["messages"]
     if not (
         isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
@@ -70,3 +75,7 @@ def _parse(line: str, where: str) -> Prompt:
         label=row.get("label"),
         metadata=row.get("metadata") or {},
     )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

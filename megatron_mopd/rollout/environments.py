@@ -7,6 +7,7 @@ A user's environment is a class named in the config (`environments.<name>.factor
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ def load_factory(name: str, path: str) -> EnvironmentFactory:
         raise UserError(f"{key}={path!r} must have the form package.module:Class")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, TypeError) as error:  # TypeError: a relative name
         raise UserError(f"{key}={path!r} cannot be imported: {error}; is its folder on PYTHONPATH?") from error
     if attribute not in vars(module):
         raise UserError(f"{key}={path!r}: module {module_name} has no {attribute}")
@@ -47,6 +48,14 @@ def load_factory(name: str, path: str) -> EnvironmentFactory:
     if not callable(factory):
         raise UserError(f"{key}={path!r}: {attribute} is not callable")
     return cast(EnvironmentFactory, factory)
+
+
+def check_options(name: str, table: config.Environment, factory: EnvironmentFactory) -> None:
+    """UserError where `environments.<name>.options` are not what the factory takes."""
+    try:
+        inspect.signature(factory).bind(None, None, **table.options)
+    except (TypeError, ValueError) as error:  # ValueError: a builtin, which no environment is
+        raise UserError(f"environments.{name}.options do not fit {table.factory}: {error}") from None
 
 
 class SingleTurn:

@@ -129,6 +129,16 @@ def test_unknown_key_is_refused_with_the_nearest_known_one(base: Path, override:
         ("student.checkpoint.x=1", "what x would be set in is the value 'student', not a table"),
         ("run.seed={", "the value is not valid YAML"),
         ("run..seed=1", "write it as table.option=value"),
+        ("run.seed=-1", "run.seed=-1: input should be greater than or equal to 0"),
+        ("run.seed=true", "run.seed=True: true and false are no value of it"),
+        ("run.num_steps=99999999999999999999", "input should be less than 2147483648"),
+        ("run.timeout_s=1e300", "input should be less than or equal to 10000000"),
+        ("rollout.temperature=1e-300", "input should be greater than or equal to 0.001"),
+        ("prompts.effort_variable=''", "prompts.effort_variable='': string should match"),
+        ("run.seed=2001-99-99", "the value is not valid YAML (it is not valid YAML: month must be in 1..12)"),
+        ("megatron.lr=" + "[" * 3000 + "]" * 3000, "maximum recursion depth"),
+        ("megatron.lr=&a [*a]", "more than 100000 values"),
+        ("teachers.models." + "9" * 5000 + ".name=x", "is not an index into a list of 2"),
     ],
 )
 def test_bad_value_is_refused_in_one_line(base: Path, override: str, expected: str) -> None:
@@ -148,6 +158,12 @@ def test_missing_option_is_named(tmp_path: Path) -> None:
         ("run: {seed: 1,\n", "c.yaml:2: not valid YAML"),
         ("- run\n", "must hold a mapping at its top, not a list"),
         ("run: \x00\n", "is not valid YAML"),
+        ("run: {seed: !!int x}\n", "is not valid YAML: invalid literal for int()"),
+        ("megatron: &a {x: *a}\n", "more than 100000 values; write it without aliases that multiply"),
+        (
+            "\n".join(["a0: &a0 x", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]),
+            "more than 100000 values",
+        ),
     ],
 )
 def test_bad_file_is_refused_with_its_name(tmp_path: Path, text: str, expected: str) -> None:
@@ -156,6 +172,10 @@ def test_bad_file_is_refused_with_its_name(tmp_path: Path, text: str, expected: 
     message = refusal([file])
     assert expected in message
     assert str(file) in message
+
+
+def test_a_folder_is_no_config_file(tmp_path: Path) -> None:
+    assert refusal([tmp_path]) == f"{tmp_path} is not a file"
 
 
 def test_absent_file_is_refused(tmp_path: Path) -> None:

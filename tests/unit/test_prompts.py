@@ -49,6 +49,12 @@ def test_a_line_becomes_a_prompt(tmp_path):
         ({**LINE}, "prompt id 'a' was already used at"),
         ("{", "not a JSON object"),
         ("[1]", "not a JSON object but a list"),
+        ({**LINE, "effort": 5}, "'effort' must be a string, not 5"),
+        ({**LINE, "metadata": [1]}, "'metadata' must be an object"),
+        ('{"label": NaN}', "NaN is no JSON number"),
+        ('{"id": "\\ud800"}', "surrogates not allowed"),
+        ("[" * 100_000, "not a JSON object: maximum recursion depth"),
+        ("1" * 5000, "not a JSON object: Exceeds the limit"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path, line, reason):
@@ -57,6 +63,15 @@ def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path, line, reason):
         read_prompts([file])
     assert f"{file}:3" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_other_encodings_are_refused_and_a_byte_order_mark_and_crlf_read(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(LINE).encode() + b"\r\n\r\n")
+    assert [prompt.id for prompt in read_prompts([file])] == ["a"]
+    file.write_bytes(json.dumps({**LINE, "id": "\xe9"}, ensure_ascii=False).encode("latin-1"))
+    with pytest.raises(UserError, match=r"prompts.jsonl:1: not a JSON object: 'utf-8' codec"):
+        read_prompts([file])
 
 
 def test_shares_of_the_mixture_hold_in_every_step_up_to_rounding():

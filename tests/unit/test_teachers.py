@@ -9,7 +9,7 @@ import pytest
 
 from megatron_mopd.config import Teacher
 from megatron_mopd.errors import UserError
-from megatron_mopd.hf_folder import read_hf_config
+from megatron_mopd.hf_folder import check_weight_files, read_hf_config, read_token_map
 from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.lanes import Lane
 from megatron_mopd.teachers.router import Router
@@ -139,3 +139,46 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         read_hf_config(folder, "student.checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda whole: whole[:-1], r"has 83 bytes, its header says 84; copy the checkpoint again"),
+        (lambda whole: whole + b"x", "has 85 bytes, its header says 84"),
+        (lambda whole: whole[:5], "is not a safetensors file"),
+        (lambda whole: b"", "is not a safetensors file"),
+        (lambda whole: b"PK" + whole, "is not a safetensors file"),
+        (lambda whole: b"\xff" * 8 + whole[8:], "is not a safetensors file"),
+    ],
+)
+def test_weights_that_were_cut_or_are_something_else_are_refused(tmp_path, damage, reason):
+    folder = checkpoint(tmp_path / "model")
+    file = folder / "model.safetensors"
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode().ljust(68)
+    whole = len(header).to_bytes(8, "little") + header + bytes(8)
+    file.write_bytes(whole)
+    check_weight_files(folder, "student.checkpoint")
+    file.write_bytes(damage(whole))
+    with pytest.raises(UserError, match=reason):
+        check_weight_files(folder, "student.checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("config.json", {"architectures": ["X"]}, "vocab_size=None, which must be a positive integer"),
+        ("config.json", {"architectures": ["X"], "vocab_size": "3"}, "vocab_size='3'"),
+        ("config.json", ["architectures"], "names no architectures"),
+        ("model.safetensors.index.json", {"weights": {}}, "has no weight_map"),
+        ("model.safetensors.index.json", {"weight_map": {"w": "gone.safetensors"}}, "has no gone.safetensors"),
+        ("tokenizer.json", {}, "has no vocabulary of tokens and ids"),
+        ("tokenizer.json", {"model": {"vocab": [1, 2]}}, "has no vocabulary of tokens and ids"),
+        ("tokenizer.json", None, "has no vocabulary of tokens and ids"),
+    ],
+)
+def test_json_files_of_another_shape_are_refused_by_name(tmp_path, name, content, reason):
+    folder = checkpoint(tmp_path / "model")
+    (folder / name).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=reason):
+        read_token_map(folder, "k") if name == "tokenizer.json" else read_hf_config(folder, "k")
