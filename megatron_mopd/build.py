@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_mopd.config import Config
+from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.link import DriverProcess, StepRequest
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.protocols import RolloutEngine, TeacherScorer
 from megatron_mopd.ranks import rank
 from megatron_mopd.rollout.environments import load_environments
 from megatron_mopd.rollout.sampler import Sampling
+from megatron_mopd.run_lock import locked
 from megatron_mopd.store import TrajectoryStore
 from megatron_mopd.types import Cell, StepMetrics
 
@@ -74,7 +76,7 @@ def trainer_parts(config: Config) -> Iterator[TrainerParts]:
         parallel.initialize_parallel(Layout.from_table(config.megatron), config.run.seed)
         driver = log = None
         if rank() == 0:
-            config.run.folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(config.run.folder))
             (config.run.folder / "config.yaml").write_text(config.dump())
             driver = DriverProcess(config.run.folder, config.launch.max_driver_restarts, config.run.timeout_s)
             stack.callback(driver.close)
@@ -130,7 +132,14 @@ def driver_parts(config: Config) -> DriverParts:
 def sampling(config: Config, tokenizer: object) -> Sampling:
     """The student's rollout engine, starting from student.checkpoint, with the environments."""
     environments = load_environments(config.environments, tokenizer)
-    return Sampling(rollout_engine(config), environments, config.rollout.max_response_tokens)
+    hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
+    return Sampling(
+        rollout_engine(config),
+        environments,
+        config.rollout.max_response_tokens,
+        vocab_size=hf_config["vocab_size"],
+        max_tokens=hf_config["max_position_embeddings"],
+    )
 
 
 def rollout_engine(config: Config) -> RolloutEngine:

@@ -12,13 +12,14 @@ import asyncio
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_mopd import build
-from megatron_mopd.config import load_config
+from megatron_mopd.config import Config, load_config
 from megatron_mopd.errors import UserError
 from megatron_mopd.link import Link, StepRequest
 from megatron_mopd.rollout.sampler import sample
@@ -72,20 +73,32 @@ def _cell_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     }
 
 
-async def serve(driver: Driver, link: Link) -> None:
+async def serve(config: Config, link: Link) -> None:
     """Answer step requests until the trainer hangs up; a step that cannot be made is answered with its reason."""
+    try:
+        driver = Driver(build.driver_parts(config))
+    except UserError as error:
+        return await _refuse(link, error)
     try:
         while (request := await link.receive()) is not None:
             if not driver.parts.store.has(request.step):
                 try:
                     await driver.step(request)
                 except UserError as error:
-                    await link.reply(request.step, error=str(error))
+                    await _refuse(link, error, request)
                     continue
             await link.reply(request.step)
     finally:
         await driver.parts.sampling.engine.close()
         await driver.parts.scorer.close()
+
+
+async def _refuse(link: Link, error: UserError, request: StepRequest | None = None) -> None:
+    """Answer a request, the next one if there is none yet, with the reason; what led to it goes to driver.log."""
+    traceback.print_exception(error)
+    request = request or await link.receive()
+    if request is not None:
+        await link.reply(request.step, error=str(error))
 
 
 def main() -> None:
@@ -96,7 +109,7 @@ def main() -> None:
     async def run() -> None:
         link = await Link.open(fd)
         watch = asyncio.create_task(link.closed())
-        work = asyncio.create_task(serve(Driver(build.driver_parts(config)), link))
+        work = asyncio.create_task(serve(config, link))
         await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             work.result()

@@ -39,6 +39,10 @@ def launch(module: str, arguments: list[str], num_processes: int, run_folder: Pa
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
         failed, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            print(f"mopd: rank {failed} was ended by {name}; the last checkpoint is kept", file=sys.stderr, flush=True)
+            return 128 - failure.exitcode
         if failed > 0:
             print(f"rank {failed}: {_last_line(logs, failed)}", file=sys.stderr, flush=True)
         return failure.exitcode

@@ -4,6 +4,10 @@ of 1."""
 from __future__ import annotations
 
 import os
+import threading
+import time
+
+LAUNCHER_CHECK_S = 0.5
 
 
 def rank() -> int:
@@ -12,3 +16,15 @@ def rank() -> int:
 
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def end_with_launcher() -> None:
+    """Make this rank end when torchrun is gone: killed outright, it does not end its ranks, and they would train on."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher-watch").start()
+
+
+def _watch(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(LAUNCHER_CHECK_S)
+    os._exit(1)

@@ -22,7 +22,7 @@ from megatron_mopd.cli import guarded, read_config
 from megatron_mopd.config import Config
 from megatron_mopd.link import StepRequest
 from megatron_mopd.preflight import preflight
-from megatron_mopd.ranks import rank, world_size
+from megatron_mopd.ranks import end_with_launcher, rank, world_size
 from megatron_mopd.store import StoredBatch
 
 
@@ -81,6 +81,7 @@ def main() -> None:
         if config is not None:
             train(config)
 
+    end_with_launcher()
     code = guarded(command, rank())
     sys.stdout.flush()
     os._exit(code)  # the other ranks may be gone: no collective, no worker thread may hold the exit

@@ -63,8 +63,9 @@ class EmbeddedScorer:
                 scored = _score_pass(model, [requests[row] for row in rows], self._temperature)
                 for row, logprobs in zip(rows, scored, strict=True):
                     if not np.isfinite(logprobs).all():
-                        raise FloatingPointError(
-                            f"teacher {teacher} gives non-finite log-probs for trajectory {requests[row].trajectory_id}"
+                        raise UserError(
+                            f"teacher {teacher} gives non-finite log-probs for trajectory "
+                            f"{requests[row].trajectory_id}; use another checkpoint"
                         )
                     scores[row] = logprobs
         return scores

@@ -61,7 +61,7 @@ def save(learner: Learner, folder: Path, keep: int) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         _point_to(folder, target.name)
-        _prune(folder, keep)
+        _prune(folder, target.name, keep)
     dist.barrier()
     return target
 
@@ -176,8 +176,9 @@ def _point_to(folder: Path, name: str) -> None:
     _sync(folder)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    for old in sorted(folder.glob("step_*"))[:-keep]:
+def _prune(folder: Path, newest: str, keep: int) -> None:
+    """Later ones than `newest` are of a run that was taken up again before them: they do not count."""
+    for old in sorted(path for path in folder.glob("step_*") if path.name <= newest)[:-keep]:
         shutil.rmtree(old)
 
 

@@ -7,29 +7,47 @@ that effort level, so its prompt is rendered without the variable (eq. 15: pi_T(
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from megatron_mopd.errors import UserError
 from megatron_mopd.types import Prompt, RenderedPrompt
 
 
 class Renderer:
+    """Raises UserError for a folder without a readable tokenizer, and for a prompt that its template refuses."""
+
     def __init__(self, checkpoint: Path, effort_variable: str) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"the tokenizer of {checkpoint} cannot be loaded: {error}") from error
+        if effort_variable in inspect.signature(self.tokenizer.apply_chat_template).parameters:
+            raise UserError(f"prompts.effort_variable={effort_variable} is an argument of the template call; rename it")
         self._effort_variable = effort_variable
 
     def render(self, prompts: Sequence[Prompt]) -> list[RenderedPrompt]:
-        student_ids = self._encode([self._text(p, {self._effort_variable: p.effort}) for p in prompts])
-        teacher_ids = self._encode([self._text(p, {}) for p in prompts])
+        student_ids = self._encode(prompts, lambda p: {self._effort_variable: p.effort})
+        teacher_ids = self._encode(prompts, lambda p: {})
         return [
             RenderedPrompt(p, tuple(s), tuple(t)) for p, s, t in zip(prompts, student_ids, teacher_ids, strict=True)
         ]
 
     def _text(self, prompt: Prompt, variables: dict[str, str]) -> str:
         messages = [dict(m) for m in prompt.messages]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        except (ValueError, TypeError, TemplateError) as error:  # what templates raise, and what their filters do
+            raise UserError(f"the student's chat template refuses prompt {prompt.id}: {error}") from error
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    def _encode(self, prompts: Sequence[Prompt], variables: Callable[[Prompt], dict[str, str]]) -> list[list[int]]:
+        texts = [self._text(p, variables(p)) for p in prompts]
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            if not ids:
+                raise UserError(f"prompt {prompt.id} has no tokens in the student's vocabulary; remove it")
+        return encoded

@@ -11,17 +11,21 @@ answer at once.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import Environment, RolloutEngine, SampleRequest
 from megatron_mopd.rollout.environments import MakeEnvironment
-from megatron_mopd.types import RenderedPrompt, Segment, Trajectory
+from megatron_mopd.types import Outcome, RenderedPrompt, Segment, Trajectory
 
 
-class EnvironmentFailed(RuntimeError):
-    """An environment raised; the message names the trajectory and the environment, the cause is chained."""
+class EnvironmentFailed(UserError):
+    """An environment raised or broke its protocol; the message names the trajectory and the environment, the cause is
+    chained."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,9 @@ class Sampling:
     engine: RolloutEngine
     environments: Mapping[str, MakeEnvironment]
     max_response_tokens: int
+    vocab_size: int
+    max_tokens: int
+    """Prompt and response together: what the student has positions for."""
 
 
 async def sample(prompts: Sequence[RenderedPrompt], sampling: Sampling, suffix: str) -> AsyncIterator[Trajectory]:
@@ -71,7 +78,7 @@ async def _roll_out(
     segments, finish_reason = await _converse(trajectory_id, prompt, environment, sampling, blame)
     trajectory = Trajectory(trajectory_id, prompt, tuple(segments), finish_reason)
     with blame:
-        return replace(trajectory, outcome=await environment.score(trajectory))
+        return replace(trajectory, outcome=_checked_outcome(await environment.score(trajectory)))
 
 
 async def _converse(
@@ -80,6 +87,14 @@ async def _converse(
     """Alternate sampling and observing until the environment is done ("stop") or the budget is spent ("length")."""
     token_ids, segments = prompt.student_ids, []
     most = len(token_ids) + sampling.max_response_tokens
+    if most > sampling.max_tokens:
+        raise UserError(
+            f"prompt {prompt.prompt.id} of {len(token_ids)} tokens and rollout.max_response_tokens="
+            f"{sampling.max_response_tokens} exceed the student's max_position_embeddings ({sampling.max_tokens}); "
+            "remove the prompt or lower the option"
+        )
+    with blame:
+        _check_token_ids(environment.stop_token_ids, sampling.vocab_size)
     while len(token_ids) < most:
         request = SampleRequest(trajectory_id, token_ids, most - len(token_ids), environment.stop_token_ids)
         segment = await sampling.engine.generate(request)
@@ -89,6 +104,7 @@ async def _converse(
             break
         with blame:
             observation = await environment.step(segment.token_ids)
+            _check_token_ids(observation.token_ids, sampling.vocab_size)
         if len(token_ids) + len(observation.token_ids) > most:
             break  # nothing could be sampled after it: it is left out whole, rather than cut
         if observation.token_ids:
@@ -97,6 +113,18 @@ async def _converse(
         if observation.done:
             return segments, "stop"
     return segments, "length"
+
+
+def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    for token in token_ids:
+        if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+            raise ValueError(f"{token!r} is not a token id of the student, whose vocabulary has {vocab_size}")
+
+
+def _checked_outcome(outcome: Outcome) -> Outcome:
+    if not isinstance(outcome, Outcome) or not math.isfinite(outcome.reward):
+        raise ValueError(f"score must return an Outcome with a finite reward, not {outcome!r}")
+    return outcome
 
 
 class _Blame:

@@ -129,7 +129,8 @@ def test_another_layout_or_optimizer_or_folder_is_refused(ranks: Pools, model: P
 
 
 def save_three(config: Config, folder: Path) -> list[str]:
-    """Names after three saves that keep two, with the remains of a killed save lying about."""
+    """Names after three saves that keep two, beside the remains of a killed save and a checkpoint from which the user
+    went back."""
     from megatron_mopd.mcore import checkpoint
 
     multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore
@@ -137,6 +138,7 @@ def save_three(config: Config, folder: Path) -> list[str]:
     assert checkpoint.latest(folder) is None
     (folder / ".step_00000002.partial").mkdir(parents=True)
     (folder / ".step_00000002.partial" / "__0_0.distcp").write_text("half")
+    (folder / "step_00000009").mkdir()
     for _ in range(3):
         learner.update(batch_of())
         checkpoint.save(learner, folder, keep=2)
@@ -146,4 +148,4 @@ def save_three(config: Config, folder: Path) -> list[str]:
 
 def test_the_newest_checkpoints_are_kept_and_whole(ranks: Pools, model: Path, tmp_path: Path) -> None:
     names = ranks(1)(save_three, config_of(model, {}), tmp_path / "checkpoints")[0]
-    assert names == ["latest", "step_00000002", "step_00000003"]
+    assert names == ["latest", "step_00000002", "step_00000003", "step_00000009"]

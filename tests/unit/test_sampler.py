@@ -19,6 +19,7 @@ from megatron_mopd.rollout.sampler import EnvironmentFailed, Sampling, sample
 from megatron_mopd.types import Outcome, Prompt, RenderedPrompt, Segment, Trajectory
 
 CALL, END = 1, 2
+MAX_TOKENS = 1000
 
 
 class Scripted:
@@ -73,7 +74,9 @@ def collect(
 ) -> list[Trajectory]:
     async def body() -> list[Trajectory]:
         try:
-            return [t async for t in sample(prompts, Sampling(engine, environments, most), suffix)]
+            return [
+                t async for t in sample(prompts, Sampling(engine, environments, most, VOCAB_SIZE, MAX_TOKENS), suffix)
+            ]
         finally:
             await engine.close()
 
@@ -128,6 +131,47 @@ def test_an_environment_that_fails_is_named_with_its_trajectory() -> None:
     engine = Scripted({"0/p@7": [CALL]})
     with pytest.raises(EnvironmentFailed, match=r"environment 'tool' of trajectory 0/p@7 failed: KeyError: 'table'"):
         collect(engine, rendered("p"), {"tool": Broken}, 9)
+
+
+@pytest.mark.parametrize(
+    ("observed", "reason"),
+    [
+        ((VOCAB_SIZE,), f"{VOCAB_SIZE} is not a token id of the student, whose vocabulary has {VOCAB_SIZE}"),
+        ((-1,), "-1 is not a token id"),
+        ((1.5,), "1.5 is not a token id"),
+        (("a",), "'a' is not a token id"),
+    ],
+)
+def test_an_observation_outside_the_vocabulary_is_refused(observed: tuple[Any, ...], reason: str) -> None:
+    class Babbler(Tool):
+        async def step(self, token_ids: tuple[int, ...]) -> Observation:
+            return Observation(observed, done=True)
+
+    with pytest.raises(EnvironmentFailed, match=f"environment 'tool' of trajectory 0/p@7 failed: ValueError: {reason}"):
+        collect(Scripted({"0/p@7": [CALL]}), rendered("p"), {"tool": Babbler}, 9)
+
+
+@pytest.mark.parametrize("outcome", [None, 1.0, Outcome(float("nan"), 1, 1)])
+def test_a_score_that_is_no_outcome_is_refused(outcome: Any) -> None:
+    class Judge(Tool):
+        async def score(self, trajectory: Trajectory) -> Outcome:
+            return outcome
+
+    with pytest.raises(EnvironmentFailed, match="score must return an Outcome with a finite reward, not"):
+        collect(Scripted({"0/p@7": [END]}), rendered("p"), {"tool": Judge}, 9)
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused() -> None:
+    class Endless(Tool):
+        stop_token_ids: Any = (None,)
+
+    with pytest.raises(EnvironmentFailed, match="None is not a token id"):
+        collect(Scripted({}), rendered("p"), {"tool": Endless}, 9)
+
+
+def test_a_prompt_that_leaves_no_positions_for_the_response_is_refused() -> None:
+    with pytest.raises(UserError, match=r"prompt p of 2 tokens and rollout.max_response_tokens=999 exceed .* \(1000\)"):
+        collect(Scripted({}), rendered("p"), {"tool": Tool}, 999)
 
 
 def test_an_unknown_environment_is_refused() -> None:
