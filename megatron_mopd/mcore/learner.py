@@ -5,7 +5,7 @@ EP, ETP, PP, VPP, CP, DP), on how rows are split into micro-batches, or on their
 - the coefficient of a token holds the normaliser of the whole batch, so contributions are added, over micro-batches and
   ranks;
 - Megatron's per-token mode sums gradients and divides by a count that it all-reduces. We report packed tokens and scale
-  the loss by their total, which cancels; load-balancing losses, which Megatron scales by the same tokens, stay means.
+  the loss by their total, which cancels; load-balancing losses, scaled by the same tokens (balancing.py), stay means.
 
 Micro-batches differ in length; with pipeline parallelism the stages tell each other the shapes (variable_seq_lengths).
 
@@ -29,6 +29,7 @@ from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore import device, weights
+from megatron_mopd.mcore.balancing import BalancedRouter
 from megatron_mopd.mcore.collectives import from_last_stage, sum_over_data
 from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.head import LogprobHead
@@ -65,6 +66,7 @@ class Learner:
         self._table = split_megatron_table(config.megatron)
         check_optimizer_options(self._table)
         self.models = build_model(config.megatron, hf_config)
+        BalancedRouter.install(self.models)
         if self.models[-1].post_process:
             LogprobHead.install(self.models[-1], self.vocab_size, config.rollout.temperature)
         self.chunks = wrap(self.models, self._table)

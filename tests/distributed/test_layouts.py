@@ -16,7 +16,7 @@ import torch
 from learner_cases import CELLS, batch_of, config_of, load_folder, loss_and_gradients, start
 from ranks import Pools
 from safetensors.torch import save_file
-from tiny import LAYOUTS, write_checkpoint
+from tiny import LAYOUTS, VOCAB_SIZE, write_checkpoint
 
 from megatron_mopd.config import Config
 from megatron_mopd.types import Batch, StepMetrics
@@ -116,6 +116,36 @@ def test_token_normalisation_is_invariant_too(ranks: Pools, model: Path, single:
     config = config_of(model, PLAIN, objective=objective, learner={"micro_batch_tokens": 40})
     assert_same(run(ranks, 2, config, batch_of(), tmp_path / "two"), want)
     assert want.metrics.loss != pytest.approx(single.metrics.loss, rel=1e-3), "the two normalisations differ"
+
+
+ALL_BALANCING_LOSSES = {
+    "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.1, 0.1],
+    "moe_z_loss_coeff": 0.1,
+}
+
+
+@pytest.mark.parametrize("layout", ["DP2", "TP2xEP2", "PP2xVPP2", "CP2", "TP2xCP2"])
+def test_balancing_losses_do_not_depend_on_the_layout(layout: str, ranks: Pools, model: Path, tmp_path: Path) -> None:
+    """Nothing else to learn, no padding, and the same rows on every data-parallel rank: the same statistics."""
+    lengths = np.array([9, 17, 25, 13] * 2)
+    ids = np.tile(np.random.default_rng(0).integers(0, VOCAB_SIZE, 64).astype(np.int32), 2)
+    zeros, mask = np.zeros(len(ids), np.float32), np.ones(len(ids), bool)
+    batch = Batch(
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        cell=np.zeros(len(lengths), np.int32),
+        token_ids=ids,
+        loss_mask=mask,
+        rollout_logprobs=zeros,
+        teacher_logprobs=zeros + np.nan,
+        weight_version=np.zeros(len(ids), np.int32),
+        cells=CELLS,
+    )
+    want = run(ranks, 1, config_of(model, {**PLAIN, **ALL_BALANCING_LOSSES}), batch, tmp_path / "one")
+    assert want.gradients["model.layers.0.mlp.gate.weight"].abs().max() > 1e-3
+    size, megatron = LAYOUTS[layout]
+    config = config_of(model, {**PLAIN, **ALL_BALANCING_LOSSES, **megatron})
+    assert_same_gradients(run(ranks, size, config, batch, tmp_path / "two").gradients, want.gradients)
 
 
 def weights_after_two_updates(config: Config, batch: Batch, out: Path) -> None:
