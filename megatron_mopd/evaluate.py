@@ -26,6 +26,7 @@ from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.render import Renderer
 from megatron_mopd.prompts.source import cell_pool
 from megatron_mopd.rollout.sampler import Sampling, sample
+from megatron_mopd.teachers.router import Router
 from megatron_mopd.telemetry.record import read_record
 from megatron_mopd.telemetry.recovery import CellScores
 from megatron_mopd.telemetry.summary import print_summary, write_summary
@@ -44,6 +45,8 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     """Evaluate RUN/student against where it came from; write and print RUN/summary.json."""
     student = config.run.folder / "student"
     read_hf_config(student, "run.folder (its student/, which a finished training run leaves)")
+    Router(config.teachers.models, config.prompts.cells)
+    steps_s = sum(row["timing"].get("time/step_s") or 0.0 for row in read_record(config.run.folder))
     start = time.monotonic()
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
     prompts = evaluation_prompts(config, renderer)
@@ -60,7 +63,6 @@ def evaluate_run(config: Config) -> dict[str, Any]:
         )
         for cell in config.prompts.cells
     ]
-    steps_s = sum(row["timing"]["time/step_s"] for row in read_record(config.run.folder))
     layout = {**asdict(Layout.from_table(config.megatron)), "processes": config.launch.num_processes}
     summary = write_summary(config.run.folder, cells, wall_s=steps_s + time.monotonic() - start, layout=layout)
     print_summary(summary, Console())

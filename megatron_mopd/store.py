@@ -79,7 +79,8 @@ class TrajectoryStore:
     def cut(self, step: int) -> None:
         """Forget the batches of `step` and later: a resumed run samples them again."""
         for folder in sorted(self._folder.glob("step_*")):
-            if int(folder.name.removeprefix("step_").removesuffix(".partial")) >= step:
+            number = folder.name.removeprefix("step_").removesuffix(".partial")
+            if number.isdecimal() and int(number) >= step:
                 shutil.rmtree(folder)
 
 

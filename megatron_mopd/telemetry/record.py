@@ -62,17 +62,32 @@ def read_record(run_folder: Path) -> list[dict[str, Any]]:
     file = run_folder / FILE_NAME
     if not file.is_file():
         raise UserError(f"{run_folder} holds no {FILE_NAME}; name the folder of a run (run.folder of its config)")
-    *lines, _torn = file.read_text(encoding="utf-8").split("\n")
+    *lines, _torn = file.read_bytes().split(b"\n")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:  # no JSON, or no UTF-8
             row = None
-        if not isinstance(row, dict) or not {"step", "metrics", "timing"} <= row.keys():
+        if not _is_row(row):
             raise UserError(f"{file}:{number} is not a row of metrics; delete this line and the ones after it to go on")
         rows.append(row)
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("step"), int)
+        and all(
+            isinstance(row.get(part), dict) and all(_is_number_or_none(v) for v in row[part].values())
+            for part in ("metrics", "timing")
+        )
+    )
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -7,23 +7,21 @@ that has not been evaluated yet gets its curves, and no grid. Secrets in the con
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megatron_mopd.errors import UserError
 from megatron_mopd.telemetry.record import read_record, replace_file
 from megatron_mopd.telemetry.redact import redact
 from megatron_mopd.telemetry.registry import STEP_PARTS, cell_key, metric_of, split_cell_key
 from megatron_mopd.telemetry.report_style import STYLE
-from megatron_mopd.telemetry.summary import FILE_NAME as SUMMARY
-from megatron_mopd.telemetry.summary import percent, recovery_level
+from megatron_mopd.telemetry.summary import percent, read_summary, recovery_level
 from megatron_mopd.telemetry.svg import Series, colour_class, line_chart, stacked_chart, track, value_range
 from megatron_mopd.types import Cell
+from megatron_mopd.yaml_tree import read_yaml, write_yaml
 
 SECTIONS = (
     ("Reverse KL", "reverse_kl", "train/reverse_kl"),
@@ -42,6 +40,9 @@ HEALTH = (
     "rollout/staleness",
     "perf/tokens_per_s",
 )
+
+
+_CELL_AXES = ("mixture", "efforts")  # the tables under prompts: that name domains and efforts
 
 
 class Curves:
@@ -66,10 +67,8 @@ class Curves:
 
 def write_report(run_folder: Path) -> Path:
     """Write RUN/report.html and return its path. UserError when the folder is not that of a run."""
-    summary_file, config_file = run_folder / SUMMARY, run_folder / "config.yaml"
-    summary = json.loads(summary_file.read_text()) if summary_file.is_file() else None
-    config = yaml.safe_load(config_file.read_text()) if config_file.is_file() else None
-    curves = Curves(read_record(run_folder), config)
+    rows, summary, config = read_record(run_folder), read_summary(run_folder), _read_config(run_folder)
+    curves = Curves(rows, config)
     parts = [
         f"<h1>{escape(run_folder.resolve().name)}</h1>",
         _tiles(curves, summary),
@@ -88,6 +87,15 @@ def write_report(run_folder: Path) -> Path:
     )
     replace_file(run_folder / "report.html", page)
     return run_folder / "report.html"
+
+
+def _read_config(run_folder: Path) -> Mapping[str, Any] | None:
+    file = run_folder / "config.yaml"
+    config = read_yaml(file) if file.is_file() else {}
+    prompts = config.get("prompts")
+    if config and not (isinstance(prompts, dict) and all(isinstance(prompts.get(k), dict) for k in _CELL_AXES)):
+        raise UserError(f"{file} is not the configuration of a run; remove it to report without")
+    return config or None
 
 
 def _tiles(curves: Curves, summary: Mapping[str, Any] | None) -> str:
@@ -220,6 +228,6 @@ def _configuration(summary: Mapping[str, Any] | None, config: Mapping[str, Any] 
     layout = " · ".join(
         f"{escape(str(k))} <b>{escape(str(v))}</b>" for k, v in (summary["layout"] if summary else {}).items()
     )
-    text = yaml.safe_dump(redact(config, os.environ), sort_keys=False) if config else "no config.yaml in the run folder"
+    text = write_yaml(redact(config, os.environ)) if config else "no config.yaml in the run folder"
     paragraph = f"<h2>Layout</h2><p>{layout}</p>" if layout else ""
     return f"<section>{paragraph}<details><summary>Configuration</summary><pre>{escape(text)}</pre></details></section>"

@@ -11,10 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_mopd.errors import UserError
 from megatron_mopd.telemetry.record import read_record, replace_file
 from megatron_mopd.telemetry.recovery import CellScores, recovery_summary
 
 FILE_NAME = "summary.json"
+_KEYS = {"cells", "mean_recovery", "mean_recovery_raw", "mean_recovery_raw_stderr", "worst_recovery", "wall_s"}
+_CELL_KEYS = {"domain", "effort", "sft", "teacher", "student", "recovery", "tokens", "stderr"}
+"""What readers of a summary rely on."""
 
 
 def write_summary(
@@ -33,6 +37,21 @@ def write_summary(
         "layout": dict(layout),
     }
     replace_file(run_folder / FILE_NAME, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    return summary
+
+
+def read_summary(run_folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that has been evaluated. UserError where the file is something else."""
+    file = run_folder / FILE_NAME
+    if not file.is_file():
+        return None
+    try:
+        summary = json.loads(file.read_bytes())
+        complete = summary.keys() >= _KEYS and all(cell.keys() >= _CELL_KEYS for cell in summary["cells"])
+    except (ValueError, AttributeError, TypeError):
+        complete = False
+    if not complete:
+        raise UserError(f"{file} is not a summary of this project; run mopd eval again, or remove it")
     return summary
 
 

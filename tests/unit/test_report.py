@@ -225,3 +225,24 @@ def test_chart_leaves_a_gap_where_nothing_was_measured_and_thins_long_runs() -> 
     assert page.series["m"].count("M") == 2
     long = Page(line_chart([Series("m", "m", 0, range(100_000), [1.0] * 100_000)], "t"))
     assert long.series["m"].count("L") < MAX_POINTS
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", b'{"cells": ['),
+        ("summary.json", b"[]"),
+        ("summary.json", b'{"cells": []}'),
+        ("config.yaml", b"a: ["),
+        ("config.yaml", b"prompts: {}"),
+        ("metrics.jsonl", b"\xff\n"),
+        ("metrics.jsonl", b'{"step": 1, "metrics": {"train/loss": NaN}, "timing": {}}\n'),
+        ("metrics.jsonl", b'{"step": 1, "metrics": {"train/loss": "x"}, "timing": {}}\n'),
+        ("metrics.jsonl", b'{"step": "1", "metrics": {}, "timing": {}}\n'),
+    ],
+)
+def test_a_file_that_is_something_else_is_refused_by_name(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = record_run(tmp_path / "run", steps=1)
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(str(folder / name))):
+        write_report(folder)
