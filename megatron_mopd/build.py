@@ -68,6 +68,7 @@ def trainer_parts(config: Config) -> Iterator[TrainerParts]:
     """Join the process group, build this rank's parts, continue from the last checkpoint if there is one."""
     from megatron_mopd.mcore import checkpoint, parallel
     from megatron_mopd.mcore.learner import Learner
+    from megatron_mopd.telemetry.record import replace_file
     from megatron_mopd.telemetry.run_log import RunLog
 
     with ExitStack() as stack:
@@ -77,7 +78,7 @@ def trainer_parts(config: Config) -> Iterator[TrainerParts]:
         driver = log = None
         if rank() == 0:
             stack.enter_context(locked(config.run.folder))
-            (config.run.folder / "config.yaml").write_text(config.dump())
+            replace_file(config.run.folder / "config.yaml", config.dump())
             driver = DriverProcess(config.run.folder, config.launch.max_driver_restarts, config.run.timeout_s)
             stack.callback(driver.close)
         learner = Learner(config)

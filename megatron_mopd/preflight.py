@@ -17,6 +17,7 @@ from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.options import check_optimizer_options, split_megatron_table
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
+from megatron_mopd.resume import check_resume
 from megatron_mopd.rollout.environments import check_options, load_factory
 from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.router import Router
@@ -24,7 +25,8 @@ from megatron_mopd.telemetry.sinks import check_sinks
 
 
 def preflight(config: Config, world_size: int) -> str:
-    """Check the run that `world_size` ranks would make; return the coverage table of the router."""
+    """Check the run that `world_size` ranks would make; return the coverage table of the router, and what is
+    continued."""
     if config.objective.name != "mopd":
         raise UserError(f"objective.name={config.objective.name} has no rollouts to train on; `mopd train` takes mopd")
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
@@ -41,7 +43,7 @@ def preflight(config: Config, world_size: int) -> str:
         check_options(name, environment, load_factory(name, environment.factory))
     check_prompts(config)
     check_sinks(config.telemetry)
-    return router.coverage()
+    return "\n".join(filter(None, (router.coverage(), check_resume(config, world_size))))
 
 
 def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:

@@ -11,11 +11,9 @@ communication.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import torch.distributed as dist
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.learner import Learner
+from megatron_mopd.resume import TRACKER_FILE, check_place, facts, latest, read_facts, write_facts
 
 # isort: split
 from megatron.core import dist_checkpointing
@@ -36,8 +35,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 _METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
-_FACTS = "learner.json"
-_TRACKER = "latest"
+
+__all__ = ["latest", "load", "load_weights", "save"]
 
 # Upstream passes results of its writers through a manager process, for saves that end in the background. Ours do not,
 # and a process that outlives the save would only be in the way of a clean end.
@@ -56,7 +55,7 @@ def save(learner: Learner, folder: Path, keep: int) -> Path:
     learner.sync_params()
     dist_checkpointing.save(_state(learner, is_loading=False), str(partial), content_metadata=_METADATA)
     if is_first:
-        (partial / _FACTS).write_text(json.dumps(_facts(learner)))
+        write_facts(partial, _facts(learner))
         _sync_files(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -66,30 +65,14 @@ def save(learner: Learner, folder: Path, keep: int) -> Path:
     return target
 
 
-def latest(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, or None where nothing was saved. Raises UserError where it is gone."""
-    tracker = folder / _TRACKER
-    if not tracker.is_file():
-        return None
-    checkpoint = folder / tracker.read_text().strip()
-    if not checkpoint.is_dir():
-        raise UserError(f"{tracker} names {checkpoint}, which does not exist; write the name of another one in it")
-    return checkpoint
-
-
 @torch.no_grad()
 def load(learner: Learner, folder: Path) -> None:
     """Continue from a checkpoint of the same layout and number of processes. Collective.
 
     Raises UserError for a folder that is no checkpoint or was saved at another layout.
     """
-    saved, now = _read_facts(folder), _facts(learner)
-    for name in ("layout", "processes", "optimizer"):
-        if saved[name] != now[name]:
-            raise UserError(
-                f"checkpoint {folder} was saved with {name} {saved[name]} and this run has {now[name]}; "
-                "continue with the same, or start a new run from its weights"
-            )
+    saved = read_facts(folder)
+    check_place(folder, saved, _facts(learner))
     assert isinstance(learner.optimizer, ChainedOptimizer)
     for optimizer in learner.optimizer.chained_optimizers:
         if isinstance(optimizer, DistributedOptimizer):
@@ -103,7 +86,7 @@ def load(learner: Learner, folder: Path) -> None:
 
 def load_weights(learner: Learner, folder: Path) -> None:
     """The weights alone, from a checkpoint of any layout: step 0, fresh optimizer. Collective."""
-    _read_facts(folder)
+    read_facts(folder)
     _set_weights(learner, _load(_weights(learner), folder))
     learner.reset_optimizer()
 
@@ -153,26 +136,14 @@ def _tracker() -> Any:
 
 def _facts(learner: Learner) -> dict[str, Any]:
     distributed = learner.chunks[0].ddp_config.use_distributed_optimizer
-    return {
-        "step": learner.step,
-        "layout": asdict(learner.layout),
-        "processes": dist.get_world_size(),
-        "optimizer": "distributed" if distributed else "plain",
-    }
-
-
-def _read_facts(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / _FACTS).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is not a checkpoint of this project: {error}") from None
+    return facts(learner.step, learner.layout, dist.get_world_size(), distributed)
 
 
 def _point_to(folder: Path, name: str) -> None:
-    partial = folder / f".{_TRACKER}.partial"
+    partial = folder / f".{TRACKER_FILE}.partial"
     partial.write_text(name + "\n")
     _sync(partial)
-    os.replace(partial, folder / _TRACKER)
+    os.replace(partial, folder / TRACKER_FILE)
     _sync(folder)
 
 
