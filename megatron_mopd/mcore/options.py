@@ -34,6 +34,13 @@ _OURS = {
 }
 """Keys that the table may not set, and what says it instead."""
 
+_STYLES = {
+    "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    "lr_wsd_decay_style": ("linear", "cosine", "exponential", "minus_sqrt", None),
+    "wd_incr_style": ("constant", "linear", "cosine"),
+}
+"""What OptimizerParamScheduler knows; it would refuse others only at the first step that needs them."""
+
 
 @dataclass(frozen=True)
 class MegatronTable:
@@ -73,6 +80,13 @@ def check_optimizer_options(table: MegatronTable) -> None:
         raise UserError("megatron.lr is missing; set the learning rate")
     if (name := table.optimizer.get("optimizer", "adam")) not in ("adam", "sgd"):
         raise UserError(f"megatron.optimizer={name!r} is not supported; supported: adam, sgd")
+    for key, styles in _STYLES.items():
+        if (style := table.scheduler.get(key, styles[0])) not in styles:
+            raise UserError(f"megatron.{key}={style!r} is not supported; supported: {', '.join(filter(None, styles))}")
+    if table.scheduler.get("lr_decay_style") == "WSD":
+        for key in ("wsd_decay_steps", "lr_wsd_decay_style"):
+            if table.scheduler.get(key) is None:
+                raise UserError(f"megatron.lr_decay_style=WSD needs megatron.{key}; set it")
 
 
 def _transformer_fields(latent_attention: bool) -> frozenset[str]:

@@ -33,10 +33,48 @@ def learning_rates(config: Config) -> list[float]:
     return [learner.update(batch_of()).learning_rate for _ in range(config.run.num_steps)]
 
 
-def test_no_step_runs_at_a_learning_rate_of_zero(ranks: Pools, models: tuple[Path, Path]) -> None:
-    schedule = {"lr": 1.0e-3, "lr_warmup_steps": 2, "lr_decay_style": "linear"}
-    rates = ranks(1)(learning_rates, config_of(models[0], schedule, run={"folder": "unused", "num_steps": 5}))[0]
-    np.testing.assert_allclose(rates, [0.5e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3], rtol=1e-6)
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ({"lr_decay_style": "linear"}, [1 / 2, 1, 3 / 4, 1 / 2, 1 / 4]),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "wsd_decay_steps": 3}, [1 / 2, 1, 1, 2 / 3, 1 / 3]),
+        ({}, [1 / 2, 1, 1, 1, 1]),
+    ],
+    ids=["linear", "WSD", "constant"],
+)
+def test_no_step_runs_at_a_learning_rate_of_zero(
+    schedule: dict[str, Any], shares: list[float], ranks: Pools, models: tuple[Path, Path]
+) -> None:
+    megatron = {"lr": 1.0e-3, "lr_warmup_steps": 2, **schedule}
+    rates = ranks(1)(learning_rates, config_of(models[0], megatron, run={"folder": "unused", "num_steps": 5}))[0]
+    np.testing.assert_allclose(rates, np.array(shares) * 1e-3, rtol=1e-6)
+
+
+def one_update(config: Config, out: Path) -> StepMetrics:
+    learner = start(config)
+    metrics = learner.update(batch_of())
+    learner.export(out)
+    return metrics
+
+
+def test_a_step_is_adamw_on_the_clipped_gradient(ranks: Pools, models: tuple[Path, Path], tmp_path: Path) -> None:
+    """At warm-up's first rate, without weight decay on norms; in the first step m / sqrt(v) is the sign of g."""
+    clip, eps, rate, decay = 0.05, 1e-4, 2e-3 / 4, 0.1
+    adam = {"lr": 2e-3, "lr_warmup_steps": 4, "weight_decay": decay, "adam_eps": eps, "clip_grad": clip}
+    tp2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    ranks(2)(loss_and_gradients, config_of(models[0], {**tp2, **PLAIN}), batch_of(), tmp_path / "gradient")
+    metrics = ranks(2)(one_update, config_of(models[0], {**tp2, **adam}), tmp_path / "after")[0]
+    before, after = load_folder(models[0]), load_folder(tmp_path / "after")
+    gradient = {name: g.double() for name, g in load_folder(tmp_path / "gradient").items()}
+    norm = float(sum(g.square().sum() for g in gradient.values())) ** 0.5
+    assert metrics.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert norm > clip, "the fixture must reach the bound"
+    for name, g in gradient.items():
+        g = g * clip / norm
+        kept = before[name].double() * (1 - rate * decay * (g.ndim > 1))
+        torch.testing.assert_close(
+            after[name].double(), kept - rate * g / (g.abs() + eps), rtol=1e-6, atol=1e-6, msg=name
+        )
 
 
 def train_one_after_another(config: Config, other: Path, out: Path) -> list[StepMetrics]:

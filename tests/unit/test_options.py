@@ -53,3 +53,27 @@ def test_keys_go_to_their_owners():
 def test_a_key_that_is_not_megatrons_is_refused(key, reason):
     with pytest.raises(UserError, match=reason):
         options.split_megatron_table({key: 1})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reason"),
+    [
+        (
+            {"lr_decay_style": "cosinus"},
+            "megatron.lr_decay_style='cosinus' is not supported; supported: constant, linear",
+        ),
+        ({"wd_incr_style": "step"}, "megatron.wd_incr_style='step' is not supported"),
+        ({"lr_decay_style": "WSD", "wsd_decay_steps": 4, "lr_wsd_decay_style": "sqrt"}, "lr_wsd_decay_style='sqrt'"),
+        ({"lr_decay_style": "WSD", "wsd_decay_steps": 4}, "WSD needs megatron.lr_wsd_decay_style"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}, "WSD needs megatron.wsd_decay_steps"),
+    ],
+)
+def test_a_schedule_that_would_fail_in_the_middle_of_a_run_is_refused(schedule, reason):
+    with pytest.raises(UserError, match=reason):
+        options.check_optimizer_options(options.split_megatron_table({"lr": 1e-3, **schedule}))
+
+
+def test_a_schedule_that_megatron_knows_is_accepted():
+    wsd = {"lr_decay_style": "WSD", "wsd_decay_steps": 4, "lr_wsd_decay_style": "minus_sqrt"}
+    for schedule in ({}, wsd, {"lr_decay_style": "inverse-square-root", "lr_warmup_steps": 2}):
+        options.check_optimizer_options(options.split_megatron_table({"lr": 1e-3, **schedule}))
