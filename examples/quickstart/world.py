@@ -50,9 +50,9 @@ ENVIRONMENTS = {"general": "sums", "agents": "key_table", "coding": "stack_progr
 NUM_PROMPTS, NUM_EVAL_PROMPTS = 6144, 2048
 NUM_SFT_ROWS_PER_CELL, NUM_TEACHER_ROWS = 4000, 4000
 SFT_ERROR_RATE, SFT_NEUTRAL_RATE = 0.12, 0.25
-SFT_STEP_WEIGHTS = (0.1, 0.1, 0.15, 0.2, 0.2, 0.25)
+SFT_STEP_WEIGHTS = (0.1, 0.1, 0.1, 0.15, 0.2, 0.35)
 """Long tasks are shown more often than they are set: their last steps are what the policy would see least of."""
-SFT_DEPTHS = {"low": (0, 2), "high": (0, 4), "max": (2, 6)}
+SFT_DEPTHS = {"low": (0, 2), "high": (0, 4), "max": (3, 6)}
 """Fewest and most steps of a demonstration for the SFT policy; a low depth beyond 2 would beat the low teacher."""
 TEACHER_DEPTHS = {"low": 2, "high": 4, "max": 6}
 
