@@ -9,7 +9,7 @@ from setuptools import find_packages, setup
 
 EXTRAS = {
     # Sampling and scoring inside the driver, without a server: transformers' models, not only its tokenizers.
-    "embedded": ["transformers>=5.0,<6"],
+    "embedded": ["transformers>=5.24,<6"],
     # Rollout and teachers behind SGLang servers.
     "sglang": ["sglang>=0.5"],
     # Transformer Engine layers. NVIDIA's apex is not on PyPI: the package of that name there is something else.

@@ -48,6 +48,7 @@ def overlay(world: Path) -> Path:
             "batch_size": 36,
         },
         "evaluation": {"prompts_per_cell": 8},
+        "megatron": {"lr_warmup_steps": 1},
     }
     file = world / "overlay.yaml"
     file.write_text(yaml.safe_dump(tree))
@@ -82,3 +83,12 @@ class Mopd:
 @pytest.fixture(scope="session")
 def mopd(overlay: Path) -> Mopd:
     return Mopd(overlay)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(mopd: Mopd, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of four steps at TP2 x EP2 without an interruption."""
+    run_folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    result = mopd("train", f"run.folder={run_folder}")
+    assert result.returncode == 0, result.stderr
+    return run_folder

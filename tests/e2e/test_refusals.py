@@ -30,6 +30,7 @@ def refusal(mopd, run_folder, *overrides, command="train"):
         ("teachers.models.1.effort=low", "two teachers for general/low: general-low and general-high"),
         ("student.checkpoint=/usr", "student.checkpoint: /usr/config.json does not exist"),
         ("teachers.models.3.checkpoint=nowhere", "teachers.models.3 (agents-low): nowhere is not a folder"),
+        ("megatron.lr_warmup_steps=5", "does not fit a schedule of"),
         ("launch.num_processes=3", "3 processes"),
         ("megatron.tensor_model_parallel_size=8", "attention heads (4)"),
         ("megatron.expert_model_parallel_size=3", "experts (8)"),

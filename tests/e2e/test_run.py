@@ -47,15 +47,6 @@ def assert_nothing_left(run_folder, within_s=20):
     assert not processes_of(run_folder)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(mopd, tmp_path_factory):
-    """Four steps at TP2 x EP2 without an interruption."""
-    run_folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    result = mopd("train", f"run.folder={run_folder}")
-    assert result.returncode == 0, result.stderr
-    return run_folder
-
-
 def test_a_run_leaves_what_it_promises(undisturbed):
     rows = metrics(undisturbed)
     assert [row["step"] for row in read_record(undisturbed)] == [1, 2, 3, 4]
