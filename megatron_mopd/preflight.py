@@ -14,7 +14,7 @@ from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import check_weight_files, read_hf_config, read_token_map
 from megatron_mopd.mcore.layout import Layout
-from megatron_mopd.mcore.options import check_optimizer_options, split_megatron_table
+from megatron_mopd.mcore.options import check_optimizer_options, check_schedule, split_megatron_table
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.resume import check_resume
@@ -32,7 +32,9 @@ def preflight(config: Config, world_size: int) -> str:
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     check_student(config.student.checkpoint, hf_config)
     check_run_folder(config.run.folder)
-    check_optimizer_options(split_megatron_table(config.megatron))
+    table = split_megatron_table(config.megatron)
+    check_optimizer_options(table)
+    check_schedule(table, config.run.num_steps)
     Layout.from_table(config.megatron).check(hf_config, world_size)
     router = Router(config.teachers.models, config.prompts.cells)
     for i, teacher in enumerate(config.teachers.models):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -41,6 +43,9 @@ _STYLES = {
 }
 """What OptimizerParamScheduler knows; it would refuse others only at the first step that needs them."""
 
+_PLAIN_TYPES: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str}
+"""Annotations of upstream that a value of the table is checked against; the others are left to upstream."""
+
 
 @dataclass(frozen=True)
 class MegatronTable:
@@ -62,22 +67,48 @@ def split_megatron_table(table: Mapping[str, Any]) -> MegatronTable:
         "transformer": _transformer_fields(bool(table.get("multi_latent_attention"))),
         "optimizer": _fields("optimizer/optimizer_config.py", "OptimizerConfig"),
         "ddp": _fields("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
-        "scheduler": _arguments("optimizer_param_scheduler.py", "OptimizerParamScheduler") - {"optimizer"},
+        "scheduler": _arguments("optimizer_param_scheduler.py", "OptimizerParamScheduler"),
     }
-    known = sorted(set().union(*owners.values()) - set(_OURS))
-    for key in table:
+    type_of = {key: annotation for keys in owners.values() for key, annotation in keys.items()}
+    known = sorted(type_of.keys() - _OURS)
+    for key, value in table.items():
         if key in _OURS:
             raise UserError(f"megatron.{key} cannot be set: it follows from {_OURS[key]}; remove it")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             raise UserError(f"unknown key megatron.{key}" + (f"; did you mean {near[0]}?" if near else ""))
+        _check_type(key, value, type_of[key])
     return MegatronTable(**{name: {k: table[k] for k in table if k in keys} for name, keys in owners.items()})
+
+
+def _check_type(key: str, value: object, annotation: str) -> None:
+    """Upstream's dataclasses take anything, and fail where it is used."""
+    name = annotation.removesuffix(" | None").removeprefix("Optional[").removesuffix("]")
+    if value is None or name not in _PLAIN_TYPES:
+        return
+    if not isinstance(value, _PLAIN_TYPES[name]) or isinstance(value, bool) != (name == "bool"):
+        raise UserError(f"megatron.{key}={reprlib.repr(value)} must be of type {name}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"megatron.{key}={value} must be finite")
+
+
+def check_schedule(table: MegatronTable, num_steps: int) -> None:
+    """UserError where the warm-up does not end before the schedule does."""
+    warmup, decay = table.scheduler.get("lr_warmup_steps") or 0, table.scheduler.get("lr_decay_steps", num_steps + 1)
+    if not 0 <= warmup < decay:
+        raise UserError(
+            f"megatron.lr_warmup_steps={warmup} does not fit a schedule of {decay} steps (megatron.lr_decay_steps, by "
+            "default run.num_steps + 1); lower it"
+        )
 
 
 def check_optimizer_options(table: MegatronTable) -> None:
     """UserError where a learner cannot be made of the table."""
     if table.optimizer.get("lr") is None:
         raise UserError("megatron.lr is missing; set the learning rate")
+    for key in ("lr", "min_lr", "weight_decay", "clip_grad"):
+        if (value := table.optimizer.get(key) or 0.0) < 0:
+            raise UserError(f"megatron.{key}={value} must not be negative")
     if (name := table.optimizer.get("optimizer", "adam")) not in ("adam", "sgd"):
         raise UserError(f"megatron.optimizer={name!r} is not supported; supported: adam, sgd")
     for key, styles in _STYLES.items():
@@ -89,25 +120,25 @@ def check_optimizer_options(table: MegatronTable) -> None:
                 raise UserError(f"megatron.lr_decay_style=WSD needs megatron.{key}; set it")
 
 
-def _transformer_fields(latent_attention: bool) -> frozenset[str]:
+def _transformer_fields(latent_attention: bool) -> dict[str, str]:
     file = "transformer/transformer_config.py"
     fields = _fields("model_parallel_config.py", "ModelParallelConfig") | _fields(file, "TransformerConfig")
     return fields | _fields(file, "MLATransformerConfig") if latent_attention else fields
 
 
-def _fields(file: str, name: str) -> frozenset[str]:
-    """The annotated names of a dataclass, those of its bases not included."""
-    return frozenset(
-        node.target.id
+def _fields(file: str, name: str) -> dict[str, str]:
+    """The annotated names of a dataclass with their annotations, those of its bases not included."""
+    return {
+        node.target.id: ast.unparse(node.annotation)
         for node in _class(file, name).body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    )
+    }
 
 
-def _arguments(file: str, name: str) -> frozenset[str]:
-    """The argument names of a class's constructor."""
+def _arguments(file: str, name: str) -> dict[str, str]:
+    """The argument names of a class's constructor with their annotations, but for `self` and the first."""
     (init,) = (n for n in _class(file, name).body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
-    return frozenset(a.arg for a in init.args.args[1:])
+    return {a.arg: ast.unparse(a.annotation) if a.annotation else "" for a in init.args.args[2:]}
 
 
 @cache
