@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron_mopd.errors import UserError
 from megatron_mopd.telemetry.registry import check_row, is_timing
@@ -75,7 +75,7 @@ def read_record(run_folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_row(row: Any) -> bool:
+def _is_row(row: Any) -> TypeGuard[dict[str, Any]]:
     return (
         isinstance(row, dict)
         and isinstance(row.get("step"), int)
