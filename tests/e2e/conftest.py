@@ -48,7 +48,7 @@ def overlay(world: Path) -> Path:
             "batch_size": 36,
         },
         "evaluation": {"prompts_per_cell": 8},
-        "megatron": {"lr_warmup_steps": 1},
+        "megatron": {"lr": 1e-2, "lr_warmup_steps": 0, "lr_decay_style": "constant"},
     }
     file = world / "overlay.yaml"
     file.write_text(yaml.safe_dump(tree))

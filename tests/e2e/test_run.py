@@ -10,8 +10,6 @@ import pytest
 
 from megatron_mopd.telemetry.record import read_record
 
-ONE_STEP = ("run.num_steps=1", "megatron.lr_warmup_steps=0", "megatron.lr_decay_style=constant")
-
 
 def metrics(run_folder):
     return [row["metrics"] for row in read_record(run_folder)]
@@ -109,7 +107,7 @@ def test_student_equals_teacher_gives_zero_reward_through_the_whole_path(mopd, w
     result = mopd(
         "train",
         f"run.folder={run_folder}",
-        *ONE_STEP,
+        "run.num_steps=1",
         "prompts.effort_variable=unread_by_the_template",
         *[f"teachers.models.{i}.checkpoint={same}" for i in range(9)],
     )
@@ -125,13 +123,15 @@ def test_tp2_pp2_has_the_first_loss_of_one_process(mopd, tmp_path):
     one = mopd(
         "train",
         f"run.folder={tmp_path / 'one'}",
-        *ONE_STEP,
+        "run.num_steps=1",
         "launch.num_processes=1",
         "megatron.tensor_model_parallel_size=1",
         "megatron.expert_model_parallel_size=1",
     )
     assert one.returncode == 0, one.stderr
-    four = mopd.torchrun(4, f"run.folder={tmp_path / 'four'}", *ONE_STEP, "megatron.pipeline_model_parallel_size=2")
+    four = mopd.torchrun(
+        4, f"run.folder={tmp_path / 'four'}", "run.num_steps=1", "megatron.pipeline_model_parallel_size=2"
+    )
     _, err = four.communicate(timeout=300)
     assert four.returncode == 0, err
     (first,), (other,) = metrics(tmp_path / "one"), metrics(tmp_path / "four")
