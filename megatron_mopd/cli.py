@@ -3,7 +3,7 @@
     mopd train CONFIG [a.b=c ...]       train on this machine (launch.num_processes ranks)
     mopd preflight CONFIG [a.b=c ...]   check everything that can be checked before a model is built
     mopd eval CONFIG [a.b=c ...]        score SFT policy, teachers and RUN/student in every cell: RUN/summary.json
-    mopd report RUN                     write RUN/report.html and print the table
+    mopd report RUN                     write RUN/report.html
 
 CONFIG is one YAML file or more, later ones overlaying earlier ones; --print-config prints the resolved tree and stops.
 Bad input is one line and exit code 2.
@@ -38,7 +38,10 @@ def guarded(command: Callable[[], int | None], rank: int = 0) -> int:
     except UserError as error:
         line, code = f"error: {error}", 2
     except KeyboardInterrupt:
-        line, code = "interrupted; the last checkpoint is kept, the same command continues from it", 130
+        line, code = "interrupted; the same command continues from the last checkpoint, if there is one", 130
+    except SystemExit:  # rank 0 has failed, and says why
+        time.sleep(OTHER_RANKS_WAIT_S)
+        raise
     if rank > 0:
         time.sleep(OTHER_RANKS_WAIT_S)
     print(f"mopd: {line}", file=sys.stderr, flush=True)
@@ -61,7 +64,7 @@ def read_config(words: list[str]) -> Config | None:
 
 
 def _dispatch(words: list[str]) -> int | None:
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] == "help" or {"-h", "--help"} & set(words):
         print(__doc__)
         return None
     name, rest = words[0], words[1:]

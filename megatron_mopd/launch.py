@@ -21,7 +21,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 def launch(module: str, arguments: list[str], num_processes: int, run_folder: Path) -> int:
     """Run `python -m module arguments` on `num_processes` ranks; return the exit code of the first rank that
     failed, or 0."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     logs = run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -82,6 +82,7 @@ class DriverProcess:
         assert answer["step"] == request.step, f"asked for step {request.step}, the driver answered {answer}"
 
     def close(self) -> None:
+        self._lines.close()  # it holds the socket open
         self._socket.close()
         try:
             self._process.wait(timeout=10)

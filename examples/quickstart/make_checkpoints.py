@@ -54,11 +54,15 @@ def make_checkpoints(config: Config, files: Sequence[str], overrides: Sequence[s
     shares = share(config.teachers.models, world / "demonstrations", world_size())
     my_rank = rank()
     if not sft_policy.is_dir():
+        announce("SFT policy: training, for a minute or two", my_rank)
         learner = start(stage_config(files, "sft.yaml", overrides, world / "base"))
         train(learner, world / "demonstrations" / "sft.safetensors")
         learner.export(sft_policy)
         parallel.shutdown()
-    announce("SFT policy", my_rank)
+    announce("SFT policy: ready", my_rank)
+    for teacher in shares[my_rank]:
+        if teacher.checkpoint.is_dir():
+            announce(f"teacher {teacher.name}: ready", my_rank)
     if missing := [t for t in shares[my_rank] if not t.checkpoint.is_dir()]:
         work_alone()
         learner = start(stage_config(files, "teacher.yaml", overrides, sft_policy))
@@ -66,13 +70,13 @@ def make_checkpoints(config: Config, files: Sequence[str], overrides: Sequence[s
             learner.load_hf(sft_policy)
             train(learner, world / "demonstrations" / f"{teacher.name}.safetensors")
             learner.export(teacher.checkpoint)
-            announce(f"teacher {teacher.name}", my_rank)
+            announce(f"teacher {teacher.name}: ready", my_rank)
         parallel.shutdown()
     if my_rank == 0:
         for teacher in itertools.chain(*shares[1:]):
             while not teacher.checkpoint.is_dir():  # torchrun ends this process if the one that makes it fails
                 time.sleep(0.1)
-            announce(f"teacher {teacher.name}", my_rank)
+            announce(f"teacher {teacher.name}: ready", my_rank)
 
 
 def stage_config(files: Sequence[str], overlay: str, overrides: Sequence[str], start_from: Path) -> Config:
@@ -124,7 +128,7 @@ def demonstration_batches(pool: StoredBatch, batch_size: int, num_steps: int, se
 
 def announce(what: str, my_rank: int) -> None:
     if my_rank == 0:
-        print(f"{what}: ready", flush=True)
+        print(what, flush=True)
 
 
 if __name__ == "__main__":

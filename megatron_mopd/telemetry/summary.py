@@ -96,7 +96,7 @@ def _cell_text(cell: Mapping[str, Any]) -> Text:
 
 def _caption(summary: Mapping[str, Any]) -> str:
     return (
-        "each cell: SFT → student | teacher; recovery of the teacher's gain; tokens spent\n"
+        "SFT → student | teacher; recovery of the teacher's gain; tokens spent\n"
         f"mean recovery {percent(summary['mean_recovery'])} (capped at 100 per cell), "
         f"raw {percent(summary['mean_recovery_raw'], summary['mean_recovery_raw_stderr'])}, "
         f"worst {percent(summary['worst_recovery'])}\n"
