@@ -156,3 +156,13 @@ def test_eval_writes_the_summary_and_report_reads_it(mopd, undisturbed):
         "layout",
     ):
         assert key in summary
+
+
+def test_what_the_driver_refuses_is_the_one_line_of_the_job(mopd, tmp_path):
+    """The reason is known to the driver alone; the other rank does not end the job before rank 0 has said it."""
+    result = mopd("train", f"run.folder={tmp_path / 'run'}", "rollout.max_response_tokens=4096")
+    assert result.returncode == 2
+    assert [line for line in result.stderr.splitlines() if line.startswith("mopd: error: ")], result.stderr
+    assert "max_position_embeddings" in result.stderr
+    assert "rank 1" not in result.stderr
+    assert_nothing_left(tmp_path / "run")
