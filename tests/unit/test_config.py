@@ -244,7 +244,8 @@ def test_override_leaves_aliased_tables_alone() -> None:
 def test_every_example_configuration_loads(file: Path) -> None:
     """A file that is meant to lie over another one says so in its first line: `# Over mopd.yaml: ...`."""
     below = re.match(r"# Over (\S+\.yaml)", file.read_text())
-    load_config([file.parent / below[1], file] if below else [file])
+    config = load_config([file.parent / below[1], file] if below else [file])
+    assert f"num_steps: {config.run.num_steps}" in config.dump()
 
 
 @pytest.mark.parametrize("module", ["config", "types", "protocols", "errors", "cli", "preflight"])
