@@ -10,8 +10,8 @@ from setuptools import find_packages, setup
 EXTRAS = {
     # Sampling and scoring inside the driver, without a server: transformers' models, not only its tokenizers.
     "embedded": ["transformers>=5.24,<6"],
-    # Rollout and teachers behind SGLang servers.
-    "sglang": ["sglang>=0.5"],
+    # Servers for rollout and teachers on this machine's GPUs. Without one: tools/setup_sglang_cpu.sh.
+    "sglang": ["sglang>=0.5.23,<0.6"],
     # Transformer Engine layers. NVIDIA's apex is not on PyPI: the package of that name there is something else.
     "gpu": ["transformer-engine[pytorch]>=2.9"],
     "wandb": ["wandb>=0.20", "tensorboard>=2.16"],
@@ -41,6 +41,8 @@ setup(
         "pydantic>=2.7",
         "pyyaml>=6",
         "rich>=13",
+        "aiohttp>=3.10",  # one client for thousands of requests to SGLang servers
+        "orjson>=3.10",  # log-probs of long trajectories: the parser decides the throughput
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["mopd = megatron_mopd.cli:main"]},

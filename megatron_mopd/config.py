@@ -1,8 +1,8 @@
 """The configuration: one frozen tree, filled from YAML files (later ones overlay earlier ones) and `a.b=c` overrides.
 
-Torch-free, so that `mopd` answers at once. Each option has its one default here. The tables `megatron:` and `sglang:`
-carry the engines' own option names and are handed to them verbatim. Paths are relative to the working directory. Every
-mistake is a UserError of one line.
+Torch-free, so that `mopd` answers at once. Each option has its one default here. `megatron:` and the `server` tables of
+`sglang:` carry the engines' own option names and are handed to them verbatim. Paths are relative to the working
+directory. Every mistake is a UserError of one line.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Teacher(Table):
 
 
 class Teachers(Table):
-    backend: Literal["embedded"] = "embedded"
+    backend: Literal["embedded", "sglang"] = "embedded"
     batch_tokens: Count = 16384
     """A lane sends its waiting trajectories once they hold this many tokens, and the rest when sampling has ended."""
     models: tuple[Teacher, ...] = ()
@@ -94,7 +94,7 @@ class Environment(Table):
 
 
 class Rollout(Table):
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "sglang"] = "embedded"
     temperature: float = Field(default=1.0, ge=1e-3, le=1e3)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     max_response_tokens: Count
@@ -103,6 +103,48 @@ class Rollout(Table):
     """Sequences that the embedded engine decodes at once."""
     num_threads: Count = 1
     """CPU threads of an operator in the driver (embedded engine and teachers)."""
+    router_replay: bool = False
+    """R3: the learner's experts are those that the rollout engine chose for each token (sglang only)."""
+
+
+class StudentServers(Table):
+    num_servers: Count = 1
+    """Started by this project, unless `urls` names servers that run already."""
+    urls: tuple[str, ...] = ()
+    server: dict[str, Any] = Field(default={})
+    """SGLang's own ServerArgs for these servers, over `sglang.server`."""
+
+
+class TeacherServers(Table):
+    num_servers: Count | None = None
+    """null: one for each teacher. Fewer: teachers of one architecture take turns on a server, which then loads the
+    weights of the next one from its checkpoint."""
+    urls: dict[str, str] = Field(default={})
+    """Teacher name to the URL of a server that runs already and serves its checkpoint."""
+    server: dict[str, Any] = Field(default={})
+
+
+class SGLang(Table):
+    python: Path | None = None
+    """Interpreter of the environment that has SGLang; null: this one."""
+    host: str = "127.0.0.1"
+    api_key_env: str | None = None
+    """Environment variable with the servers' key; needed for a host that other machines can reach."""
+    server: dict[str, Any] = Field(default={})
+    """SGLang's own ServerArgs, verbatim, for every server that is started."""
+    student: StudentServers = StudentServers()
+    teachers: TeacherServers = TeacherServers()
+    weight_transport: Literal["disk", "distributed"] = "disk"
+    """disk: a folder that all machines see. distributed: broadcast from the ranks that own the weights."""
+    check_weights: bool = False
+    """Compare a checksum of every tensor after each sync (slow; for debugging)."""
+    max_requests: Count = 256
+    """Requests in flight on one server."""
+    start_timeout_s: PositiveFloat = 900.0
+    request_timeout_s: PositiveFloat = 600.0
+    """Silence on a request after which its server counts as dead."""
+    recovery_timeout_s: PositiveFloat = 600.0
+    """How long work waits for a dead server before the run is given up."""
 
 
 class Objective(Table):
@@ -150,7 +192,7 @@ class Config(Table):
     megatron: dict[str, Any] = Field(default={})
     """Fields of Megatron-Core's TransformerConfig, OptimizerConfig, DistributedDataParallelConfig and
     OptimizerParamScheduler."""
-    sglang: dict[str, Any] = Field(default={})
+    sglang: SGLang = SGLang()
 
     def dump(self) -> str:
         """The resolved tree as YAML; loading it gives this config again."""

@@ -1,0 +1,134 @@
+"""One HTTP client for every request to SGLang servers: aiohttp with orjson.
+
+Three things can go wrong, and each is one type: the server cannot be reached, falls silent or breaks (`ServerDown`; the
+caller decides where the request goes next), it refuses what was asked (`RequestRefused`, with its own words), or it
+answers in a shape that this project does not know (`RequestRefused` too). Nothing is retried here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import orjson
+
+from megatron_mopd.errors import UserError
+
+_BROKEN = (500, 502, 503, 504)
+_LINE_BYTES = 64 << 20
+"""Most bytes of one streamed message."""
+
+
+class ServerDown(ConnectionError):
+    """The server at `url` did not answer; the request may be sent elsewhere."""
+
+    def __init__(self, url: str, reason: str):
+        super().__init__(f"{url} is down: {reason}")
+        self.url, self.reason = url, reason
+
+
+class RequestRefused(UserError):
+    """The server answered that it will not do this."""
+
+
+class Client:
+    """Use as `async with Client(...) as client`. `silence_s`: a server that sends nothing for so long is down."""
+
+    def __init__(self, silence_s: float, api_key: str | None = None):
+        self._silence_s = silence_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def get(self, url: str, path: str, silence_s: float | None = None) -> Any:
+        """The JSON reply (None where the body is empty or plain text)."""
+        async with self._request("GET", url, path, None, silence_s) as response:
+            return _json(await response.read())
+
+    async def post(self, url: str, path: str, body: Mapping[str, Any], silence_s: float | None = None) -> Any:
+        async with self._request("POST", url, path, body, silence_s) as response:
+            return _json(await response.read())
+
+    async def stream(self, url: str, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+        """The JSON of each server-sent event, up to `[DONE]`. A stream that ends before it is a `ServerDown`."""
+        async with self._request("POST", url, path, body, None) as response:
+            async for line in response.content:
+                if line.startswith(b"data: [DONE]"):
+                    return
+                if line.startswith(b"data: "):
+                    yield orjson.loads(line[6:])
+        raise ServerDown(url, "the stream ended early")
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, url: str, path: str, body: Mapping[str, Any] | None, silence_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        silence_s = silence_s or self._silence_s
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(10.0, silence_s), sock_read=silence_s)
+        data = None if body is None else orjson.dumps(body)
+        try:
+            async with self._open().request(method, url + path, data=data, timeout=timeout) as response:
+                if response.status != 200:
+                    await _refuse(url, path, response)
+                yield response
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
+            if isinstance(error, ServerDown):
+                raise
+            if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
+                raise UserError(f"{url} is not a URL such as http://127.0.0.1:30000") from None
+            reason = str(error) or f"no answer for {silence_s:g} s"
+            raise ServerDown(url, reason) from error
+
+    def _open(self) -> aiohttp.ClientSession:
+        """Made on first use: a session belongs to the event loop that it was made in."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),  # the fleet bounds what is in flight
+                headers={"Content-Type": "application/json", **self._headers},
+                read_bufsize=_LINE_BYTES,
+            )
+        return self._session
+
+
+def _json(body: bytes) -> Any:
+    return orjson.loads(body) if body[:1] in (b"{", b"[") else None
+
+
+async def _refuse(url: str, path: str, response: aiohttp.ClientResponse) -> None:
+    """Raise what a status other than 200 means."""
+    text = (await response.text())[:2000]
+    if response.status in _BROKEN:
+        raise ServerDown(url, f"{path} answered {response.status} {_message(text)}".strip())
+    if response.status == 404:
+        raise RequestRefused(f"{url} has no {path}; it is no SGLang server of a version that this project speaks to")
+    if response.status in (401, 403):
+        raise RequestRefused(f"{url} asks for a key; set sglang.api_key_env to the variable that holds it")
+    raise RequestRefused(f"{url}{path} answered {response.status}: {_message(text)}")
+
+
+def _message(text: str) -> str:
+    """The server's own words, on one line."""
+    try:
+        reply = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return " ".join(text.split())[:300]
+    while isinstance(reply, dict) and "error" in reply:
+        reply = reply["error"]
+    message = reply.get("message", reply) if isinstance(reply, dict) else reply
+    return " ".join(str(message).split())[:300]
