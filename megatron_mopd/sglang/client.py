@@ -7,7 +7,6 @@ answers in a shape that this project does not know (`RequestRefused` too). Nothi
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -87,7 +86,7 @@ class Client:
                 if response.status != 200:
                     await _refuse(url, path, response)
                 yield response
-        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
+        except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
             if isinstance(error, ServerDown):
                 raise
             if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):

@@ -76,7 +76,7 @@ class Fleet:
         """Return once every server answers and is prepared. Raises UserError naming those that are not."""
         for server in self.servers:
             self._watch(server)
-        done, _ = await asyncio.wait(self._watches.values(), timeout=self._start_timeout_s)
+        await asyncio.wait(self._watches.values(), timeout=self._start_timeout_s)
         self._raise_failure()
         for server in self.servers:
             if not server.up:
