@@ -14,12 +14,18 @@ from megatron_mopd.types import Outcome, Prompt, Segment, Trajectory
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Continue `token_ids` by at most `max_new_tokens` tokens, ending early at (and including) a stop id."""
+    """Continue `token_ids` by at most `max_new_tokens` tokens, ending early at (and including) a stop id.
+
+    With router replay the segment carries the routed experts of the input positions from `routed_positions` (those
+    before it are in earlier segments) to the one that gave its last token: [routed_positions, P + n - 1) for P
+    `token_ids` and n sampled tokens. See types.Segment.
+    """
 
     trajectory_id: str
     token_ids: tuple[int, ...]
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
+    routed_positions: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,19 @@ class RolloutEngine(Protocol):
 
     weight_version: int
 
+    async def start(self) -> None:
+        """Return once it can sample. Raises UserError for whatever would keep it from that."""
+        ...
+
     async def generate(self, request: SampleRequest) -> Segment:
         """Return the sampled tokens with the log-prob of each under softmax(logits / temperature)."""
         ...
 
-    async def update_weights(self, folder: Path, weight_version: int) -> None:
-        """Load the Hugging Face folder that the trainer exported; later segments carry `weight_version`."""
+    async def update_weights(self, folder: Path | None, weight_version: int) -> None:
+        """Load the Hugging Face folder that the trainer exported; later segments carry `weight_version`.
+
+        None: the trainer has sent the weights by itself (`sglang.weight_transport=distributed`).
+        """
         ...
 
     async def close(self) -> None: ...
@@ -49,6 +62,10 @@ class RolloutEngine(Protocol):
 
 class TeacherScorer(Protocol):
     """Prefills finished trajectories with frozen teachers."""
+
+    async def start(self) -> None:
+        """Return once every teacher can score. Raises UserError for whatever would keep it from that."""
+        ...
 
     async def score(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
         """Return float32 log-probs [R] per request, one per response token, finite, at the student's temperature."""

@@ -41,7 +41,8 @@ class StoredBatch:
     def select(self, rows: Sequence[int]) -> Batch:
         chosen = np.asarray(rows, np.int64)
         columns = {}
-        for name in TOKEN_COLUMNS:
+        optional = ["routed_experts"] if "routed_experts" in self._file.keys() else []  # noqa: SIM118 (no container)
+        for name in (*TOKEN_COLUMNS, *optional):
             column = self._file.get_slice(name)
             parts = [column[int(self.offsets[i]) : int(self.offsets[i + 1])] for i in chosen]
             columns[name] = np.concatenate(parts or [column[0:0]])
@@ -86,6 +87,8 @@ class TrajectoryStore:
 
 def write_batch(file: Path, batch: Batch) -> None:
     columns = {name: getattr(batch, name) for name in (*TOKEN_COLUMNS, "offsets", "cell", "loss_tokens")}
+    if batch.routed_experts is not None:
+        columns["routed_experts"] = batch.routed_experts
     columns["loss_tokens"] = np.asarray(columns["loss_tokens"], np.int64)
     save_file(columns, file, metadata={"cells": json.dumps(batch.cells)})
 

@@ -2,7 +2,8 @@
 
 Torch-free: arrays are numpy. `Batch` is the columnar form in which a graded batch is stored and trained on.
 
-Shape suffixes: R response tokens, N tokens of all rows together, n rows.
+Shape suffixes: R response tokens, N tokens of all rows together, n rows; of routed experts: P prompt tokens, c input
+positions, L layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class RenderedPrompt:
 class Segment:
     """One uninterrupted stretch of sampling (mask 1, with log-probs), or an observation (mask 0, log-probs 0).
 
+    `routed_experts` (router replay) are the experts that the rollout engine chose for the c input positions from the
+    first one that no earlier segment covers up to the one that gave this segment's last token: int16 [c, L, K], with L
+    all layers of the model, dense ones included (whose entries mean nothing). For the first segment of n tokens after
+    a prompt of P, c = P + n - 1. None where nothing was recorded or sampled.
+
     Example: Segment.observation([7, 8]) masks two tokens that a tool returned.
     """
 
@@ -65,6 +71,7 @@ class Segment:
     loss_mask: tuple[bool, ...]
     weight_version: int
     finish_reason: str = "stop"  # stop | length | abort | observation
+    routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.loss_mask):
@@ -72,6 +79,9 @@ class Segment:
                 f"segment has {len(self.token_ids)} token ids, {len(self.logprobs)} log-probs "
                 f"and {len(self.loss_mask)} masks"
             )
+        routes = self.routed_experts
+        if routes is not None and (routes.ndim != 3 or routes.dtype != np.int16):
+            raise ValueError(f"routed experts must be int16 [c, layers, top-k], not {routes.dtype} {routes.shape}")
 
     @classmethod
     def observation(cls, token_ids: Sequence[int], weight_version: int = 0) -> Segment:
@@ -122,6 +132,32 @@ class Trajectory:
         """[R] int32."""
         return _joined([np.full(len(s.token_ids), s.weight_version, np.int32) for s in self.segments], np.int32)
 
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """The experts of the first input positions, each once, [<= P + R - 1, L, K] int16; None where none were
+        recorded.
+
+        Every segment's routes count, not only the last one's. Raises ValueError where a segment covers other positions
+        than it must (see Segment).
+        """
+        if all(s.routed_experts is None for s in self.segments):
+            return None
+        end, covered, parts = len(self.prompt.student_ids), 0, []
+        for segment in self.segments:
+            end += len(segment.token_ids)
+            want = end - 1 - covered if any(segment.loss_mask) else 0
+            routes = segment.routed_experts
+            got = 0 if routes is None else len(routes)
+            if got != want:
+                raise ValueError(
+                    f"a segment of {self.id} has routed experts of {got} positions instead of {want}: "
+                    f"{covered} to {covered + want} of its {end} tokens"
+                )
+            if routes is not None:
+                parts.append(routes)
+            covered += got
+        return np.concatenate(parts)
+
 
 @dataclass(frozen=True)
 class Graded:
@@ -146,6 +182,8 @@ class Batch:
 
     `loss_mask` is token-aligned: True where the token was sampled by the student (or demonstrated) and is trained on.
     Log-probs are those of the token at the same index, 0 outside the mask. Columns an objective does not use are 0.
+    Routed experts are those that took the token at the same index as input; -1 where none were recorded (the last token
+    of a row always, which is no input), None where router replay is off.
     """
 
     offsets: np.ndarray  # [n + 1] int64
@@ -156,6 +194,7 @@ class Batch:
     teacher_logprobs: np.ndarray  # [N] float32
     weight_version: np.ndarray  # [N] int32
     cells: tuple[Cell, ...]
+    routed_experts: np.ndarray | None = None  # [N, L, K] int16
 
     def __post_init__(self) -> None:
         n, total = len(self.offsets) - 1, int(self.offsets[-1])
@@ -163,7 +202,7 @@ class Batch:
             raise ValueError("batch offsets must start at 0 and never fall")
         if len(self.cell) != n:
             raise ValueError(f"batch has {n} rows and {len(self.cell)} cell indices")
-        for name in TOKEN_COLUMNS:
+        for name in (*TOKEN_COLUMNS, *(() if self.routed_experts is None else ("routed_experts",))):
             if len(getattr(self, name)) != total:
                 raise ValueError(f"batch column {name} has {len(getattr(self, name))} entries for {total} tokens")
 
@@ -188,7 +227,8 @@ class Batch:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         tokens = np.repeat(self.offsets[picked] - offsets[:-1], lengths) + np.arange(offsets[-1])
         columns = {name: getattr(self, name)[tokens] for name in TOKEN_COLUMNS}
-        return Batch(offsets=offsets, cell=self.cell[picked], cells=self.cells, **columns)
+        routes = None if self.routed_experts is None else self.routed_experts[tokens]
+        return Batch(offsets=offsets, cell=self.cell[picked], cells=self.cells, routed_experts=routes, **columns)
 
     @classmethod
     def from_graded(cls, graded: Sequence[Graded], cells: Sequence[Cell]) -> Batch:
@@ -207,6 +247,7 @@ class Batch:
             offsets=np.cumsum([0, *(len(row["token_ids"]) for row in rows)], dtype=np.int64),
             cell=np.array([index[g.trajectory.prompt.prompt.cell] for g in graded], np.int32),
             cells=tuple(cells),
+            routed_experts=_joined_routes([g.trajectory for g in graded]),
             **{name: _joined([row[name] for row in rows], dtype) for name, dtype in TOKEN_COLUMNS.items()},
         )
 
@@ -233,6 +274,25 @@ def _row(graded: Graded) -> dict[str, np.ndarray]:
     }
     columns = {name: np.concatenate([np.zeros(len(prompt_ids), c.dtype), c]) for name, c in response.items()}
     return {"token_ids": np.concatenate([prompt_ids, t.response_ids]), **columns}
+
+
+def _joined_routes(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
+    """The column routed_experts; ValueError where a trajectory with sampled tokens has no routes and others have."""
+    recorded = [t.routed_experts for t in trajectories]
+    shapes = {routes.shape[1:] for routes in recorded if routes is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"routed experts differ in layers x top-k: {sorted(shapes)}")
+    rows = []
+    for t, routes in zip(trajectories, recorded, strict=True):
+        if routes is None and t.loss_mask.any():
+            raise ValueError(f"{t.id} has no routed experts, and other trajectories have")
+        row = np.full((len(t.prompt.student_ids) + len(t.response_ids), *next(iter(shapes))), -1, np.int16)
+        if routes is not None:
+            row[: len(routes)] = routes
+        rows.append(row)
+    return np.concatenate(rows)
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

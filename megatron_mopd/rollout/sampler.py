@@ -85,7 +85,7 @@ async def _converse(
     trajectory_id: str, prompt: RenderedPrompt, environment: Environment, sampling: Sampling, blame: _Blame
 ) -> tuple[list[Segment], str]:
     """Alternate sampling and observing until the environment is done ("stop") or the budget is spent ("length")."""
-    token_ids, segments = prompt.student_ids, []
+    token_ids, routed, segments = prompt.student_ids, 0, []
     most = len(token_ids) + sampling.max_response_tokens
     if most > sampling.max_tokens:
         raise UserError(
@@ -96,10 +96,11 @@ async def _converse(
     with blame:
         _check_token_ids(environment.stop_token_ids, sampling.vocab_size)
     while len(token_ids) < most:
-        request = SampleRequest(trajectory_id, token_ids, most - len(token_ids), environment.stop_token_ids)
+        request = SampleRequest(trajectory_id, token_ids, most - len(token_ids), environment.stop_token_ids, routed)
         segment = await sampling.engine.generate(request)
         segments.append(segment)
         token_ids += segment.token_ids
+        routed += 0 if segment.routed_experts is None else len(segment.routed_experts)
         if segment.finish_reason != "stop":
             break
         with blame:
