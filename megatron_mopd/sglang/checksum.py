@@ -64,7 +64,7 @@ def checksum(tensor: torch.Tensor, device: str) -> str:
     """
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if device == "cpu":
-        return hashlib.sha256(memoryview(content)).digest()[:8].hex()
+        return hashlib.sha256(content.data).digest()[:8].hex()
     return f"{_tiled_hash(content):016x}"
 
 
