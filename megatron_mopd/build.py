@@ -7,10 +7,10 @@ never loads Megatron.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_mopd.config import Config
 from megatron_mopd.hf_folder import read_hf_config
@@ -33,12 +33,20 @@ if TYPE_CHECKING:
     from megatron_mopd.telemetry.run_log import RunLog
 
 
+class Publisher(Protocol):
+    def publish(self, learner: Learner, /) -> str | None:
+        """Bring the weights of `learner.step` to the rollout engine; the folder from which it is to load them, or None
+        if it has them already. Collective."""
+        ...
+
+
 @dataclass(frozen=True)
 class TrainerParts:
     """What one rank trains with. The driver and the log live on rank 0 alone; their calls are collective."""
 
     config: Config
     learner: Learner
+    publisher: Publisher
     store: TrajectoryStore
     driver: DriverProcess | None
     log: RunLog | None
@@ -79,6 +87,7 @@ def trainer_parts(config: Config) -> Iterator[TrainerParts]:
         if rank() == 0:
             stack.enter_context(locked(config.run.folder))
             replace_file(config.run.folder / "config.yaml", config.dump())
+            stack.enter_context(servers(config))
             driver = DriverProcess(config.run.folder, config.launch.max_driver_restarts, config.run.timeout_s)
             stack.callback(driver.close)
         learner = Learner(config)
@@ -88,7 +97,26 @@ def trainer_parts(config: Config) -> Iterator[TrainerParts]:
         if driver is not None:
             store.cut(learner.step)
             log = stack.enter_context(RunLog(config, next_step=learner.step + 1))
-        yield TrainerParts(config, learner, store, driver, log)
+        yield TrainerParts(config, learner, publisher(config), store, driver, log)
+
+
+def publisher(config: Config) -> Publisher:
+    if config.rollout.engine == "sglang" and config.sglang.weight_transport == "distributed":
+        from megatron_mopd.sglang.broadcast import Broadcaster
+
+        return Broadcaster(config)
+    from megatron_mopd.mcore.publish import FolderPublisher
+
+    return FolderPublisher(config.run.folder)
+
+
+def servers(config: Config) -> AbstractContextManager[None]:
+    """Start the SGLang servers that the configuration asks for; stop them on exit."""
+    if "sglang" not in (config.rollout.engine, config.teachers.backend):
+        return nullcontext()
+    from megatron_mopd.sglang import launch
+
+    return launch.servers(config)
 
 
 def checkpoints_folder(config: Config) -> Path:

@@ -35,7 +35,8 @@ class Driver:
     async def step(self, request: StepRequest) -> None:
         """Put the graded batch of `request.step`, sampled from `request.weights`, into the store."""
         p, start = self.parts, time.monotonic()
-        await p.sampling.engine.update_weights(Path(request.weights), request.weight_version)
+        folder = None if request.weights is None else Path(request.weights)
+        await p.sampling.engine.update_weights(folder, request.weight_version)
         synced = time.monotonic()
         prompts = p.renderer.render(p.source.draw(request.step))  # 1 DRAW
         async for trajectory in sample(prompts, p.sampling, suffix=f"@{request.step}"):  # 2 SAMPLE
@@ -79,7 +80,12 @@ async def serve(config: Config, link: Link) -> None:
         driver = Driver(build.driver_parts(config))
     except UserError as error:
         return await _refuse(link, error)
+    engine, scorer = driver.parts.sampling.engine, driver.parts.scorer
     try:
+        try:
+            await asyncio.gather(engine.start(), scorer.start())
+        except UserError as error:
+            return await _refuse(link, error)
         while (request := await link.receive()) is not None:
             if not driver.parts.store.has(request.step):
                 try:
@@ -89,8 +95,8 @@ async def serve(config: Config, link: Link) -> None:
                     continue
             await link.reply(request.step)
     finally:
-        await driver.parts.sampling.engine.close()
-        await driver.parts.scorer.close()
+        await engine.close()
+        await scorer.close()
 
 
 async def _refuse(link: Link, error: UserError, request: StepRequest | None = None) -> None:

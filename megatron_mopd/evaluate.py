@@ -50,7 +50,8 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     start = time.monotonic()
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
     prompts = evaluation_prompts(config, renderer)
-    scores = asyncio.run(_score_models(config, build.sampling(config, renderer.tokenizer), student, prompts))
+    with build.servers(without_teachers(config)):
+        scores = asyncio.run(_score_models(config, build.sampling(config, renderer.tokenizer), student, prompts))
     cells = [
         CellScores(
             domain=cell.domain,
@@ -67,6 +68,11 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     summary = write_summary(config.run.folder, cells, wall_s=steps_s + time.monotonic() - start, layout=layout)
     print_summary(summary, Console())
     return summary
+
+
+def without_teachers(config: Config) -> Config:
+    """The same, with no teacher server to start."""
+    return config.model_copy(update={"teachers": config.teachers.model_copy(update={"backend": "embedded"})})
 
 
 def evaluation_prompts(config: Config, renderer: Renderer) -> dict[Cell, list[RenderedPrompt]]:
@@ -92,6 +98,7 @@ async def _score_models(
     scores: dict[str, dict[Cell, Score]] = {"sft": {}, "teacher": {}, "student": {}}
     version = 0
     try:
+        await sampling.engine.start()
         for name, folder in (("sft", config.student.checkpoint), ("student", student)):
             await sampling.engine.update_weights(folder, version := version + 1)
             scores[name] = await _score_cells(prompts, sampling)

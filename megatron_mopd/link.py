@@ -22,7 +22,8 @@ from megatron_mopd.errors import UserError
 @dataclass(frozen=True)
 class StepRequest:
     step: int
-    weights: str
+    weights: str | None
+    """Folder of the weights; None where the rollout engine has them already."""
     weight_version: int
 
 
@@ -101,7 +102,7 @@ class DriverProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_driver_environment(),
+                env=environment_without_torchrun(),
                 start_new_session=True,  # Ctrl-C reaches the trainer, which then hangs up
             )
         theirs.close()
@@ -121,7 +122,7 @@ class DriverProcess:
         return json.loads(line) if line else None
 
 
-def _driver_environment() -> dict[str, str]:
-    """The driver is no rank: it does not inherit torchrun's variables."""
+def environment_without_torchrun() -> dict[str, str]:
+    """For a process that rank 0 starts and that is no rank itself."""
     torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {k: v for k, v in os.environ.items() if k not in torchrun and not k.startswith("TORCHELASTIC_")}

@@ -10,11 +10,9 @@ with a hang.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatron_mopd import build
@@ -48,18 +46,12 @@ class Trainer:
     def next_batch(self) -> StoredBatch:
         """The batch that the driver made of the weights just published."""
         step = self.learner.step
-        self.parts.request_batch(StepRequest(step, str(self.weights_folder(step)), weight_version=step))
+        self.parts.request_batch(StepRequest(step, self.weights, weight_version=step))
         return self.parts.store.read(step)
 
     def publish_weights(self) -> None:
-        """Export the weights of this version for the rollout engine, and drop the version before."""
-        version = self.learner.step
-        self.learner.export(self.weights_folder(version))
-        if self.parts.is_rank_zero and version:
-            shutil.rmtree(self.weights_folder(version - 1), ignore_errors=True)
-
-    def weights_folder(self, version: int) -> Path:
-        return self.config.run.folder / "weights" / f"v{version:08d}"
+        """Hand the weights of this version to the rollout engine, or say in which folder it finds them."""
+        self.weights = self.parts.publisher.publish(self.learner)
 
     def timed(self, name: str, part: Callable[[], Any]) -> Any:
         start = time.monotonic()

@@ -51,6 +51,9 @@ class EmbeddedEngine:
         self._wave: Wave | None = None
         self._loop_task: asyncio.Task[None] | None = None
 
+    async def start(self) -> None:
+        """The weights were loaded at construction."""
+
     async def generate(self, request: SampleRequest) -> Segment:
         if not request.token_ids or request.max_new_tokens < 1:
             raise ValueError(
@@ -62,10 +65,11 @@ class EmbeddedEngine:
             self._loop_task = asyncio.create_task(self._run_waves())
         return await job.future
 
-    async def update_weights(self, folder: Path, weight_version: int) -> None:
+    async def update_weights(self, folder: Path | None, weight_version: int) -> None:
         """Load `folder`. If that fails, or the version goes backwards, the engine keeps the weights that it has."""
         if weight_version < self.weight_version:
             raise ValueError(f"weights of version {weight_version} offered after version {self.weight_version}")
+        assert folder is not None, "nobody but this process can write to its weights"
         model = await asyncio.get_running_loop().run_in_executor(self._thread, load_model, folder)
         self._model, self.weight_version = model, weight_version
 

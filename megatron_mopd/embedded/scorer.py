@@ -42,6 +42,9 @@ class EmbeddedScorer:
             num_workers, "scorer", initializer=torch.set_num_threads, initargs=(num_threads,)
         )
 
+    async def start(self) -> None:
+        """The teachers were loaded at construction."""
+
     async def score(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
         if teacher not in self._models:
             raise UserError(f"no teacher named {teacher}; known: {', '.join(self._models)}")

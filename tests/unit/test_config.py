@@ -71,7 +71,7 @@ def test_override_reaches_lists_tables_and_free_names(base: Path) -> None:
             "prompts.mixture.tax=0.5",
             "environments.law.options.strict=false",
             "objective.r_max=null",
-            "sglang.server.port=30000",
+            "sglang.server.mem_fraction_static=0.8",
         ],
     )
     assert [str(t.checkpoint) for t in config.teachers.models] == ["a", "elsewhere"]
@@ -79,7 +79,7 @@ def test_override_reaches_lists_tables_and_free_names(base: Path) -> None:
     assert config.prompts.mixture == {"law": 1.0, "tax": 0.5}
     assert config.environments["law"].options == {"strict": False}
     assert config.objective.r_max is None
-    assert config.sglang == {"server": {"port": 30000}}
+    assert config.sglang.server == {"mem_fraction_static": 0.8}
 
 
 def test_last_override_wins(base: Path) -> None:

@@ -83,7 +83,7 @@ def config_of(folder: Path, **telemetry: object) -> Config:
             "environments": {},
             "rollout": {"max_response_tokens": 8},
             "telemetry": {"display": False, **telemetry},
-            "sglang": {"api_key": SECRET, "url": f"http://user:{SECRET}@host:1"},
+            "sglang": {"server": {"api_key": SECRET, "url": f"http://user:{SECRET}@host:1"}},
         }
     )
 
