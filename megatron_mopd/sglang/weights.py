@@ -41,8 +41,11 @@ Place = tuple[int, int]
 
 
 def version_name(run: str, version: int) -> str:
-    """What a server is told to call the weights of this version of this run."""
-    return f"{run}-v{version:08d}"
+    """What a server is told to call the weights of this version of this run.
+
+    `run` tells runs apart: trainer and engine use str(config.run.folder.absolute()).
+    """
+    return f"{run}@{version}"
 
 
 async def read_version(client: Client, url: str) -> str:
