@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,8 +58,11 @@ class TrainerParts:
     def request_batch(self, request: StepRequest) -> None:
         """Return on every rank once the batch is in the store."""
         from megatron_mopd.mcore.parallel import on_rank_zero
+        from megatron_mopd.mcore.publish import FolderPublisher
 
-        on_rank_zero(lambda: self.driver and self.driver.request(request))
+        while not on_rank_zero(lambda: self.driver and self.driver.request(request)):
+            folder = FolderPublisher(self.config.run.folder).publish(self.learner)
+            request = replace(request, weights=folder)
 
     def report(self, metrics: StepMetrics, seconds: Mapping[str, float]) -> None:
         if self.log is not None:

@@ -47,6 +47,17 @@ class Link:
         self._writer.write(json.dumps({"step": step, **({"error": error} if error else {})}).encode() + b"\n")
         await self._writer.drain()
 
+    async def weights_folder(self, step: int) -> Path:
+        """Ask for the weights of `step` as a folder, in the middle of it; servers lost what was broadcast to them."""
+        self._writer.write(json.dumps({"step": step, "needs": "weights"}).encode() + b"\n")
+        await self._writer.drain()
+        request = await self._requests.get()
+        if request is None:
+            raise ConnectionResetError("the trainer has hung up")
+        assert request.step == step, f"asked for the weights of step {step}, got {request}"
+        assert request.weights is not None
+        return Path(request.weights)
+
     async def closed(self) -> None:
         await self._reading
 
@@ -64,8 +75,9 @@ class DriverProcess:
         self._run_folder, self._restarts_left, self._timeout_s = run_folder, max_restarts, timeout_s
         self._start()
 
-    def request(self, request: StepRequest) -> None:
-        """Return when the batch of `request.step` is in the store.
+    def request(self, request: StepRequest) -> bool:
+        """Return True when the batch of `request.step` is in the store; False when the driver needs the weights as a
+        folder first: ask again with one.
 
         Raises UserError with the driver's own reason, RuntimeError when it keeps dying or does not answer in time.
         """
@@ -81,6 +93,7 @@ class DriverProcess:
         if "error" in answer:
             raise UserError(answer["error"])
         assert answer["step"] == request.step, f"asked for step {request.step}, the driver answered {answer}"
+        return "needs" not in answer
 
     def close(self) -> None:
         self._lines.close()  # it holds the socket open

@@ -55,23 +55,25 @@ def initialize_parallel(layout: Layout, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def on_rank_zero(action: Callable[[], object]) -> None:
-    """Run `action` on rank 0 while the others wait for it.
+def on_rank_zero(action: Callable[[], object]) -> bool:
+    """Run `action` on rank 0 while the others wait for it; return on every rank whether its result is true.
 
     If it raises, rank 0 raises and every other rank leaves with rank 0's exit code, so that none
     waits for a dead rank.
     """
-    code = torch.zeros(1, dtype=torch.int32, device=device.DEVICE)
+    answer = torch.zeros(2, dtype=torch.int32, device=device.DEVICE)
     try:
         if dist.get_rank() == 0:
-            action()
+            answer[1] = bool(action())
     except BaseException as error:
-        code.fill_(2 if isinstance(error, UserError) else 1)
+        answer[0] = 2 if isinstance(error, UserError) else 1
         raise
     finally:
-        dist.broadcast(code, src=0)
-    if code.item():
-        raise SystemExit(int(code.item()))
+        dist.broadcast(answer, src=0)
+    code, result = answer.tolist()
+    if code:
+        raise SystemExit(code)
+    return bool(result)
 
 
 def shutdown() -> None:

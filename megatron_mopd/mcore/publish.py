@@ -22,11 +22,9 @@ class FolderPublisher:
 
     def publish(self, learner: Learner) -> str:
         """Export the learner's weights as the version of its step; return the folder. Collective."""
-        version = learner.step
-        learner.export(self._of(version))
-        if dist.get_rank() == 0 and version >= 2:
-            shutil.rmtree(self._of(version - 2), ignore_errors=True)
-        return str(self._of(version))
-
-    def _of(self, version: int) -> Path:
-        return self._folder / f"v{version:08d}"
+        folder = self._folder / f"v{learner.step:08d}"
+        learner.export(folder)
+        if dist.get_rank() == 0:
+            for older in sorted(self._folder.glob("v*"))[:-2]:
+                shutil.rmtree(older)
+        return str(folder)
