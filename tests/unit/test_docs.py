@@ -43,11 +43,11 @@ def commands() -> Iterator[str]:
 
 
 def test_every_yaml_block_is_a_configuration(tmp_path: Path) -> None:
-    assert blocks("yaml")
-    for number, (_, text) in enumerate(blocks("yaml")):
-        file = tmp_path / f"{number}.yaml"
+    """The first is complete, the others overlay it."""
+    files = [tmp_path / f"{number}.yaml" for number, _ in enumerate(blocks("yaml"))]
+    for file, (_, text) in zip(files, blocks("yaml"), strict=True):
         file.write_text(text)
-        load_config([file])
+        load_config([files[0], file])
 
 
 def test_every_json_block_is_a_prompt(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_every_json_block_is_a_prompt(tmp_path: Path) -> None:
 
 
 def test_every_make_target_exists() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {m[1] for c in commands() if (m := re.match(r"make ([a-z]+)", c))}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {m[1] for c in commands() if (m := re.match(r"make ([a-z-]+)", c))}
     assert {"demo", "test", "check", "format"} <= named | targets
     assert named <= targets
 
