@@ -1,0 +1,169 @@
+"""The command line and environment of each server, and all that can be refused before one is started.
+
+The tables `sglang.server`, `sglang.student.server` and `sglang.teachers.server` hold SGLang's own ServerArgs; names and
+values are SGLang's to check. This module adds what the project relies on. Torch-free.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_mopd.config import Config
+from megatron_mopd.errors import UserError
+from megatron_mopd.sglang.placement import INITIAL_VERSION, started_teachers, student_servers, teacher_servers
+
+OURS = {
+    "model_path": "student.checkpoint and teachers.models",
+    "model": "student.checkpoint and teachers.models",
+    "host": "sglang.host",
+    "port": "nothing: a free port is chosen",
+    "api_key": "sglang.api_key_env",
+    "weight_version": "nothing: it is how a restarted server is told from the others",
+    "config": "the table itself: its keys are the options of that file",
+}
+"""ServerArgs that the tables must not hold, and what sets them."""
+
+RELIED_ON = {
+    "skip_tokenizer_init": True,  # token ids in, token ids out
+    "incremental_streaming_output": True,  # each token is sent once, not all of them with every new one
+    "sleep_on_idle": True,  # an idle server leaves its core to the trainer
+}
+CPU = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "skip_server_warmup": True,  # it compiles kernels, of which there are none
+}
+"""What `device: cpu` means without CPU kernels; the tables may say otherwise."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server to start: `<name>` in RUN/endpoints and RUN/logs."""
+
+    name: str
+    arguments: tuple[str, ...]
+    """Of `sglang.launch_server`, without host, port and key."""
+    on_cpu: bool
+
+    @property
+    def grace_s(self) -> float:
+        """How long it may take to end in order. With a GPU, SGLang looks every 5 s whether it was asked to, and then
+        has its schedulers give the memory of the device back; on a CPU there is nothing to give back."""
+        return 0.0 if self.on_cpu else 20.0
+
+    def environment(self) -> dict[str, str]:
+        """Local folders only; on a CPU, which all servers share, one thread per operator unless it is set otherwise."""
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        if self.on_cpu:
+            variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1")}
+        return variables
+
+
+def check_servers(config: Config) -> None:
+    """Raise UserError for whatever can be known of the servers before one is started. Nothing to start: no check."""
+    if server_specs(config):
+        api_key(config)
+        check_host(config)
+        check_interpreter(interpreter(config))
+
+
+def server_specs(config: Config) -> list[ServerSpec]:
+    """Every server to start, the student's first."""
+    table = config.sglang
+    student = _merge("student", table.server, table.student.server)
+    student["enable_return_routed_experts"] = config.rollout.router_replay or student.get(
+        "enable_return_routed_experts"
+    )
+    teachers = _merge("teachers", table.server, table.teachers.server)
+    student_names, teacher_names = student_servers(config), list(dict.fromkeys(teacher_servers(config).values()))
+    folders = [teacher.checkpoint for teacher in started_teachers(config)[: len(teacher_names)]]
+    return [
+        *(_spec(name, config.student.checkpoint, i, student) for i, name in enumerate(student_names)),
+        *(_spec(n, f, i, teachers) for i, (n, f) in enumerate(zip(teacher_names, folders, strict=True))),
+    ]
+
+
+def _merge(role: str, common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    for key, place in [(k, "sglang.server") for k in common] + [(k, f"sglang.{role}.server") for k in own]:
+        if key in OURS:
+            raise UserError(f"{place}.{key} is set by {OURS[key]}; remove it from the table")
+        if not key.isidentifier():
+            raise UserError(f"{place}: {key!r} is no field of SGLang's ServerArgs; write its name, such as tp_size")
+    table = {**common, **own}
+    return {**RELIED_ON, **(CPU if table.get("device") == "cpu" else {}), **table}
+
+
+def _spec(name: str, checkpoint: Path, index: int, table: Mapping[str, Any]) -> ServerSpec:
+    """`index` among the servers of its role: on a machine with several GPUs each has its own, the next after those of
+    the one before."""
+    table, on_cpu = dict(table), table.get("device") == "cpu"
+    if not on_cpu:
+        gpus = table.get("tp_size", 1) * table.get("pp_size", 1) * table.get("dp_size", 1)
+        table["base_gpu_id"] = table.get("base_gpu_id", 0) + index * gpus
+    ours = {"model_path": checkpoint.absolute(), "weight_version": INITIAL_VERSION}
+    return ServerSpec(name, tuple(word for pair in {**table, **ours}.items() for word in _words(*pair)), on_cpu)
+
+
+def _words(name: str, value: object) -> list[str]:
+    """Example: ("tp_size", 2) -> ["--tp-size", "2"]. true is a flag; false and null leave it out."""
+    option = "--" + name.replace("_", "-")
+    if value is True:
+        return [option]
+    if value is None or value is False:
+        return []
+    if isinstance(value, list | tuple):
+        return [option, *map(str, value)]
+    return [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def interpreter(config: Config) -> Path:
+    """Of the environment that has SGLang. Not resolved: a virtual environment is known by the name it is called by."""
+    return (config.sglang.python or Path(sys.executable)).absolute()
+
+
+def check_interpreter(python: Path) -> None:
+    advice = (
+        "without a GPU run tools/setup_sglang_cpu.sh and set sglang.python=.venv-sglang/bin/python; "
+        "with one, pip install -e '.[sglang]'"
+    )
+    if shutil.which(python) is None:
+        raise UserError(f"sglang.python: {python} is no program; {advice}")
+    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+    if subprocess.run([python, "-c", find], check=False, stderr=subprocess.DEVNULL).returncode:
+        raise UserError(f"sglang.python: {python} has no sglang; {advice}")
+
+
+def api_key(config: Config) -> str | None:
+    """Of all servers, started or given by URL."""
+    name = config.sglang.api_key_env
+    if name and not os.environ.get(name):
+        raise UserError(f"sglang.api_key_env names {name}, which is not set; export {name}=...")
+    return os.environ[name] if name else None
+
+
+def check_host(config: Config) -> None:
+    """A server obeys whoever reaches it: it loads any folder, and answers with its weights."""
+    host = config.sglang.host
+    if not is_loopback(host) and config.sglang.api_key_env is None:
+        raise UserError(
+            f"sglang.host={host} can be reached from other machines; set sglang.api_key_env to a variable with a key, "
+            "or use 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"

@@ -1,0 +1,96 @@
+"""What the rest of the project needs of servers that it starts: `servers` around a run, `endpoints` to reach them.
+
+The work is the keeper's, a process of its own (`keeper.py`), so that no end of the trainer leaves a server behind.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_mopd.config import Config
+from megatron_mopd.errors import UserError
+from megatron_mopd.sglang import files
+from megatron_mopd.sglang.arguments import api_key, check_servers, server_specs
+from megatron_mopd.sglang.keeper import PREVIOUS_KEEPER_S, READY
+
+__all__ = ["api_key", "check_keeper", "check_servers", "endpoints", "servers"]
+
+MARGIN_S = 15.0
+
+
+@contextmanager
+def servers(config: Config) -> Iterator[None]:
+    """Keep the servers of `config` as long as the context lasts: none, if it needs none; those of a `mopd serve`, if
+    one is at work in the run folder.
+
+    Enters as soon as their URLs are known; they come up later. Raises UserError for what can be refused at once.
+    """
+    check_servers(config)
+    specs = server_specs(config)
+    if not specs or files.is_served(config.run.folder):
+        yield
+        return
+    log = config.run.folder / "logs" / "keeper.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    ours, theirs = socket.socketpair()
+    with ours, log.open("ab") as output:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "megatron_mopd.sglang.keeper", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C reaches the trainer, which then hangs up
+        )
+        theirs.close()
+        try:
+            ours.sendall(config.model_dump_json().encode() + b"\n")
+            ours.settimeout(PREVIOUS_KEEPER_S + MARGIN_S)
+            if ours.recv(len(READY)) != READY:
+                raise UserError(_last_line(log))
+            yield
+        finally:
+            ours.close()
+            _wait(keeper, max(spec.grace_s for spec in specs) + MARGIN_S)
+
+
+def endpoints(run_folder: Path) -> dict[str, str]:
+    """Server name to URL, of the servers that are started for this run. Raises UserError where their keeper is gone."""
+    check_keeper(run_folder)
+    return files.read_endpoints(run_folder)
+
+
+def check_keeper(run_folder: Path) -> None:
+    """Raise UserError with the keeper's reason once it has given up: then no server comes back."""
+    failure = files.folder(run_folder) / files.FAILURE
+    if failure.exists():
+        raise UserError(failure.read_text())
+    if not files.keeper_lives(run_folder):
+        raise UserError(f"the keeper of the servers has ended; see {run_folder}/logs/keeper.log")
+
+
+def _wait(keeper: subprocess.Popen, timeout_s: float) -> None:
+    """It has been hung up on: it ends its servers, and then itself."""
+    try:
+        keeper.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        keeper.kill()  # its servers end with it
+        keeper.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() or ["the keeper of the servers did not start"]
+    return lines[-1].removeprefix("mopd: error: ")
+
+
+def _environment() -> dict[str, str]:
+    """The keeper is no rank, and neither are its servers: they do not inherit torchrun's variables."""
+    torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if k not in torchrun and not k.startswith("TORCHELASTIC_")}

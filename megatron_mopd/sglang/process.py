@@ -1,0 +1,103 @@
+"""One server process: a port that stays its own, a start, an end that leaves nothing behind.
+
+The port is bound by the keeper and never listened on. SGLang's servers may bind it too (both sockets have SO_REUSEADDR,
+and one that does not listen is no conflict), while the kernel gives it to nobody else as long as it is bound: also not
+between the death of a server and its next start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+from megatron_mopd.config import Config
+from megatron_mopd.sglang import arguments
+
+CHILD = Path(__file__).with_name("child.py")
+USAGE_ERROR = 2
+"""Exit code of a server whose arguments SGLang does not understand."""
+KILLED = 137
+_ERROR = re.compile(r"^(\S*: error: .*|[\w.]*(Error|Exception): .+)")
+
+
+class ServerProcess:
+    """`url` and the log file are known before the first start and never change."""
+
+    def __init__(self, spec: arguments.ServerSpec, host: str, logs: Path):
+        self.name, self.spec, self._host = spec.name, spec, host
+        self.log = logs / f"sglang-{spec.name}.log"
+        self._port = reserve_port(host)
+        self.url = url_of(host, self._port.getsockname()[1])
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Leader of the server's process group."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, config: Config) -> None:
+        assert self._process is None, f"{self.name} runs already"
+        self._lifeline, theirs = socket.socketpair()
+        port = str(self._port.getsockname()[1])
+        words = [str(arguments.interpreter(config)), str(CHILD)]
+        words += [str(theirs.fileno()), str(self.spec.grace_s), config.sglang.api_key_env or ""]
+        words += [*self.spec.arguments, "--host", self._host, "--port", port]
+        with os.fdopen(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                words,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.spec.environment(),
+                start_new_session=True,
+            )
+        theirs.close()
+
+    def ask_to_end(self) -> None:
+        self._lifeline.shutdown(socket.SHUT_WR)
+
+    def ended(self) -> bool:
+        """Whether its leader has ended; it is not yet reaped, so that its group's id is still its own."""
+        assert self._process is not None
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def end(self) -> int:
+        """Kill what is left of the group; return the exit code of the server."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        said = self._lifeline.recv(16)
+        self._lifeline.close()
+        self._process = None
+        return int(said) if said.isdigit() else KILLED
+
+    def reason(self) -> str:
+        """What the server said last since its last start: its last error if there is one, else its last line."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if _ERROR.match(line)]
+        return (errors or lines or ["it ended without a word"])[-1]
+
+    def release(self) -> None:
+        self._port.close()
+
+
+def reserve_port(host: str) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    reserved = socket.socket(family, kind, protocol)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(address)
+    return reserved
+
+
+def url_of(host: str, port: int) -> str:
+    """For clients: a server on all addresses of a machine is reached by the machine's name."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
