@@ -85,7 +85,7 @@ async def _converse(
     trajectory_id: str, prompt: RenderedPrompt, environment: Environment, sampling: Sampling, blame: _Blame
 ) -> tuple[list[Segment], str]:
     """Alternate sampling and observing until the environment is done ("stop") or the budget is spent ("length")."""
-    token_ids, routed, segments = prompt.student_ids, 0, []
+    token_ids, unobserved, routed, segments = prompt.student_ids, (), 0, []
     most = len(token_ids) + sampling.max_response_tokens
     if most > sampling.max_tokens:
         raise UserError(
@@ -98,14 +98,19 @@ async def _converse(
     while len(token_ids) < most:
         request = SampleRequest(trajectory_id, token_ids, most - len(token_ids), environment.stop_token_ids, routed)
         segment = await sampling.engine.generate(request)
-        segments.append(segment)
+        if segment.token_ids:
+            segments.append(segment)
         token_ids += segment.token_ids
+        unobserved += segment.token_ids
         routed += 0 if segment.routed_experts is None else len(segment.routed_experts)
-        if segment.finish_reason != "stop":
+        if segment.finish_reason == "abort":
+            continue  # interrupted, perhaps by new weights: it goes on from here
+        if segment.finish_reason == "length":
             break
         with blame:
-            observation = await environment.step(segment.token_ids)
+            observation = await environment.step(unobserved)
             _check_token_ids(observation.token_ids, sampling.vocab_size)
+        unobserved = ()
         if len(token_ids) + len(observation.token_ids) > most:
             break  # nothing could be sampled after it: it is left out whole, rather than cut
         if observation.token_ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ class Scripted:
     async def update_weights(self, folder: Path, weight_version: int) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class Interrupted(Scripted):
+    """Gives up after every token, and now and then before the first one."""
+
+    async def generate(self, request: SampleRequest) -> Segment:
+        if len(self.asked) % 3 == 2:
+            self.asked.append(request)
+            return Segment((), (), (), self.weight_version, "abort")
+        one = await super().generate(replace(request, max_new_tokens=1))
+        ended = one.finish_reason == "stop" or request.max_new_tokens == 1
+        return one if ended else replace(one, finish_reason="abort")
 
 
 class Tool:
@@ -94,6 +107,27 @@ def test_observations_are_masked_and_lengths_agree() -> None:
     assert [s.finish_reason for s in t.segments] == ["stop", "observation", "stop", "observation", "stop"]
     assert t.finish_reason == "stop"
     assert t.outcome == Outcome(1.0, 7, 100)
+
+
+@pytest.mark.parametrize("most", [50, 9, 3])
+def test_an_interrupted_trajectory_has_the_token_log_of_one_that_was_not(most: int) -> None:
+    """The environment, too, is asked about whole stretches."""
+    seen: list[tuple[int, ...]] = []
+
+    class Watching(Tool):
+        async def step(self, token_ids: tuple[int, ...]) -> Observation:
+            seen.append(token_ids)
+            return await super().step(token_ids)
+
+    script = {"0/p@7": [5, CALL, 6, 7, CALL, 8, END]}
+    (whole,) = collect(Scripted(script), rendered("p"), {"tool": Watching}, most)
+    steps, seen[:] = list(seen), []
+    (pieces,) = collect(Interrupted(script), rendered("p"), {"tool": Watching}, most)
+    assert pieces.response_ids.tolist() == whole.response_ids.tolist()
+    assert pieces.loss_mask.tolist() == whole.loss_mask.tolist()
+    assert (pieces.finish_reason, pieces.outcome) == (whole.finish_reason, whole.outcome)
+    assert seen == steps
+    assert len(pieces.segments) > len(whole.segments)
 
 
 def test_each_request_continues_the_whole_log_and_asks_for_what_is_left() -> None:
