@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from ranks import Pools
+from small_run import Mopd, write_overlay, write_worlds
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +16,16 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.stop()
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    write_worlds(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mopd(world: Path) -> Mopd:
+    """`mopd` on the small run; see tests/small_run.py."""
+    return Mopd(write_overlay(world))

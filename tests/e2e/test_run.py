@@ -3,46 +3,11 @@
 import json
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
+from small_run import assert_nothing_left, metrics, processes_of, wait_for_step
 
 from megatron_mopd.telemetry.record import read_record
-
-
-def metrics(run_folder):
-    return [row["metrics"] for row in read_record(run_folder)]
-
-
-def wait_for_step(process, run_folder, step, timeout_s=180):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        if (run_folder / "metrics.jsonl").exists() and len(read_record(run_folder)) >= step:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} not reached in {timeout_s} s")
-
-
-def processes_of(run_folder):
-    """pid -> command line of the processes on this machine that name the run folder."""
-    found = {}
-    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = cmdline.read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has just ended
-            continue
-        if any(str(run_folder) in word for word in words):
-            found[int(cmdline.parent.name)] = words
-    return found
-
-
-def assert_nothing_left(run_folder, within_s=20):
-    deadline = time.monotonic() + within_s
-    while processes_of(run_folder) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not processes_of(run_folder)
 
 
 def test_a_run_leaves_what_it_promises(undisturbed):
