@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.parallel import on_rank_zero
 from megatron_mopd.mcore.parameters import Parameter, geometry_of, parameters_of
 from megatron_mopd.mcore.sharding import Geometry
+from megatron_mopd.mcore.stream import HfStream
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
@@ -35,8 +35,6 @@ from megatron.core.models.gpt import GPTModel
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
 """A shard file is closed once it holds this much."""
-BUCKET_BYTES = 256 << 20
-"""Slices are gathered over tensor-parallel ranks in messages of about this size."""
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -137,11 +135,10 @@ def export_hf(
     that name.
     """
     source_folder, out_folder = Path(source_folder), Path(out_folder)
-    hf_config = read_hf_config(source_folder)
     partial = out_folder.with_name(f".{out_folder.name}.partial")
     on_rank_zero(lambda: _make_empty(partial))
     writer = _ShardWriter(partial, shard_bytes)
-    for name, tensor in _full_tensors(parameters_of(models, hf_config), geometry_of(models, hf_config)):
+    for name, tensor in HfStream(models, source_folder).all():
         writer.add(name, tensor)
     writer.flush()
     of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -156,51 +153,6 @@ def export_hf(
     on_rank_zero(complete)
 
 
-def _full_tensors(parameters: Sequence[Parameter], geometry: Geometry) -> Iterator[tuple[str, Tensor]]:
-    """On the first rank of each owning group: its Hugging Face tensors, on the CPU. Other ranks only send."""
-    for bucket in _buckets([p for p in parameters if p.owned]):
-        shards = _gather(bucket)
-        if shards is None:
-            continue
-        for i, parameter in enumerate(bucket):
-            full = parameter.sharding.unshard([shard[i] for shard in shards], geometry)
-            yield from zip(parameter.hf_names, full, strict=True)
-
-
-def _buckets(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
-    """Parameters of one group and dtype in lists of about BUCKET_BYTES; the same lists on every rank of the group."""
-
-    def kind(p: Parameter) -> tuple[bool, str]:
-        return p.group is parameters[0].group, str(p.tensor.dtype)
-
-    for _, alike in groupby(sorted(parameters, key=kind), key=kind):
-        bucket: list[Parameter] = []
-        bucket_bytes = 0
-        for parameter in alike:
-            bucket.append(parameter)
-            bucket_bytes += parameter.tensor.nbytes
-            if bucket_bytes >= BUCKET_BYTES:
-                yield bucket
-                bucket, bucket_bytes = [], 0
-        if bucket:
-            yield bucket
-
-
-def _gather(bucket: Sequence[Parameter]) -> list[list[Tensor]] | None:
-    """[rank of the group][parameter] on the first rank of the group, None on the others; one message."""
-    group = bucket[0].group
-    flat = torch.cat([p.tensor.flatten() for p in bucket])
-    received = [torch.empty_like(flat) for _ in range(group.size())] if group.rank() == 0 else None
-    if group.size() == 1:
-        received = [flat]
-    else:
-        dist.gather(flat, received, group=group, group_dst=0)
-    if received is None:
-        return None
-    sizes = [p.tensor.numel() for p in bucket]
-    return [[x.view(p.tensor.shape) for x, p in zip(rank.cpu().split(sizes), bucket, strict=True)] for rank in received]
-
-
 class _ShardWriter:
     def __init__(self, folder: Path, shard_bytes: int):
         self.folder, self.shard_bytes = folder, shard_bytes
@@ -211,7 +163,8 @@ class _ShardWriter:
         self._files = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        self._pending[name] = tensor.clone(memory_format=torch.contiguous_format)  # safetensors refuses shared storage
+        # A copy of its own: safetensors refuses tensors that share storage.
+        self._pending[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         self._pending_bytes += tensor.nbytes
         if self._pending_bytes >= self.shard_bytes:
             self.flush()

@@ -78,6 +78,28 @@ async def check_version(client: Client, url: str, version: str) -> None:
         raise UserError(f"server {url} serves {served!r} after it was given {version!r}; does another run use it?")
 
 
+async def begin_update(client: Client, url: str) -> None:
+    """Stop generating, and make the server ready to be given weights in parts.
+
+    Requests that are running go back to its queue; they are computed again from their tokens by the new weights.
+    """
+    await client.post(url, "/pause_generation", {"mode": "retract"})
+    try:
+        await client.post(url, "/begin_weight_update", {})
+    except RequestRefused:  # an update that broke off left it open
+        await client.post(url, "/end_weight_update", {})
+        await client.post(url, "/begin_weight_update", {})
+
+
+async def end_update(client: Client, url: str, version: str) -> None:
+    """All parts are there: forget what the old weights computed, and generate again, under the new version."""
+    await client.post(url, "/end_weight_update", {})
+    await client.post(url, "/flush_cache", {})
+    await client.post(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+    await check_version(client, url, version)
+    await client.post(url, "/continue_generation", {})
+
+
 async def check_folder(client: Client, url: str, folder: Path) -> None:
     """Compare a checksum of every parameter of the server with the one that the folder gives. Slow: for debugging.
 
@@ -92,7 +114,7 @@ async def check_folder(client: Client, url: str, folder: Path) -> None:
             f"sglang.check_weights needs servers with one rank, {url} has {len(served.ranks)}; "
             "set sglang.check_weights=false"
         )
-    tensors = _Folder(folder)
+    tensors = Tensors(folder)
     expected = parameters_of_server(tensors.names)
     differs = [
         name
@@ -131,7 +153,7 @@ def _place(hf_name: str) -> tuple[str, Place]:
     return hf_name, (0, 0)
 
 
-def _fused(name: str, parts: Mapping[Place, str], tensors: _Folder) -> Tensor:
+def _fused(name: str, parts: Mapping[Place, str], tensors: Tensors) -> Tensor:
     """The parameter as a server with one rank holds it."""
     import torch
 
@@ -147,7 +169,7 @@ def _fused(name: str, parts: Mapping[Place, str], tensors: _Folder) -> Tensor:
     return tensor
 
 
-class _Folder:
+class Tensors:
     """Single tensors of a Hugging Face folder, by name."""
 
     def __init__(self, folder: Path):
