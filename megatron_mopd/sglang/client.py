@@ -3,11 +3,13 @@
 Three things can go wrong, and each is one type: the server cannot be reached, falls silent or breaks (`ServerDown`; the
 caller decides where the request goes next), it refuses what was asked (`RequestRefused`, with its own words), or it
 answers in a shape that this project does not know (`RequestRefused` too). Nothing is retried here.
+
+Promise (tests/unit/test_client.py): a streamed message may be of any size and cut anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
@@ -18,8 +20,10 @@ import orjson
 from megatron_mopd.errors import UserError
 
 _BROKEN = (500, 502, 503, 504)
-_LINE_BYTES = 64 << 20
-"""Most bytes of one streamed message."""
+_READ_BYTES = 1 << 20
+"""What is read ahead of a stream's consumer."""
+_KEEP_ALIVE_S = 2.0
+"""Below the servers' 5 s, so that no request is sent into a connection that its server is about to close."""
 
 
 class ServerDown(ConnectionError):
@@ -64,12 +68,17 @@ class Client:
         async with self._request("POST", url, path, body, silence_s) as response:
             return _json(await response.read())
 
-    async def stream(self, url: str, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """The JSON of each server-sent event, up to `[DONE]`. A stream that ends before it is a `ServerDown`."""
+    async def stream(self, url: str, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
+        """The JSON of each server-sent event, up to `[DONE]`. A stream that ends before it is a `ServerDown`.
+
+        Use with `contextlib.aclosing` where the loop can be left: leaving it hangs up.
+        """
         async with self._request("POST", url, path, body, None) as response:
-            async for line in response.content:
+            async for line in _lines(response.content):
                 if line.startswith(b"data: [DONE]"):
                     return
+                if line.startswith(b'data: {"error"'):
+                    raise RequestRefused(f"{url}{path}: {_message(line[6:].decode())}")
                 if line.startswith(b"data: "):
                     yield orjson.loads(line[6:])
         raise ServerDown(url, "the stream ended early")
@@ -98,11 +107,22 @@ class Client:
         """Made on first use: a session belongs to the event loop that it was made in."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),  # the fleet bounds what is in flight
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),  # the fleet bounds the number
                 headers={"Content-Type": "application/json", **self._headers},
-                read_bufsize=_LINE_BYTES,
+                read_bufsize=_READ_BYTES,
             )
         return self._session
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a body. Not `async for line in content`, which refuses a line of many megabytes (routed experts)."""
+    line: list[bytes] = []
+    async for part in content.iter_any():
+        head, *rest = part.split(b"\n")
+        line.append(head)
+        for start_of_next in rest:
+            yield b"".join(line)
+            line = [start_of_next]
 
 
 def _json(body: bytes) -> Any:

@@ -1,21 +1,21 @@
 """Servers that serve the same weights: which one takes a request, and what happens when one dies.
 
 A request goes to the server that holds its prefix, unless that one is much busier than the idlest; no server has more
-than `max_requests` in flight, and who finds all of them full waits its turn. A server that stops answering gets no work
-until it answers again and `prepare` has accepted it (right model, current weights); its requests go to the others, or
-wait for it, at most `recovery_timeout_s`.
+than `max_requests` in flight, and who finds all of them full waits its turn, first come, first served. A server that
+stops answering gets no work until it answers again and `prepare` has accepted it (right model, current weights); its
+requests go to the others, or wait for it, at most `recovery_timeout_s`.
 
-Promise: `run` returns the result of exactly one completed call of its work, or raises an error that names the work, the
-server and the reason. Other servers' requests never wait for a dead one.
+Promises (tests/unit/test_fleet.py): `run` returns the result of exactly one completed call of its work, or raises an
+error that names the work, the server and the reason. Other servers' requests never wait for a dead one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from megatron_mopd.sglang.client import Client, ServerDown
 
 MAX_ATTEMPTS = 5
 """Servers that one request may bring down, or find dead, before it is given up."""
-_PROBE_INTERVAL_S = 0.5
+PROBE_INTERVAL_S = 0.5
 _PROBE_SILENCE_S = 10.0
 _IMBALANCE = 16
 """A server is too busy for its own prefixes when it has this many requests more than the idlest."""
@@ -33,19 +33,29 @@ _IMBALANCE = 16
 Result = TypeVar("Result")
 
 
+@dataclass(eq=False)
 class Server:
     """One server as the fleet sees it."""
 
-    def __init__(self, url: str):
-        self.url = url
-        self.up = False
-        self.in_flight = 0
-        self.why_down = "it has not answered yet"
+    url: str
+    up: bool = False
+    in_flight: int = 0
+    why_down: str = "it has not answered yet"
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A request that waits for its server."""
+
+    key: str
+    prefix: Sequence[int]
+    server: asyncio.Future[Server] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Fleet:
     """`name` says in messages what the servers are for. `prepare(url)` runs before a server gets (new) work, each time
-    that it was down; it raises ServerDown to try again later, UserError to end the run."""
+    that it was down; it raises ServerDown to try again later, UserError to end the run. `check_hope()` is called while
+    a server is down; it raises UserError where none will come back."""
 
     def __init__(
         self,
@@ -57,15 +67,18 @@ class Fleet:
         max_requests: int,
         start_timeout_s: float,
         recovery_timeout_s: float,
+        check_hope: Callable[[], None] = lambda: None,
     ):
         self.name = name
-        self.servers = [Server(url) for url in urls]
-        self._client, self._prepare, self._max_requests = client, prepare, max_requests
+        self.servers = [Server(url) for url in dict.fromkeys(urls)]
+        self._client, self._prepare, self._check_hope = client, prepare, check_hope
+        self._max_requests = max_requests
         self._start_timeout_s, self._recovery_timeout_s = start_timeout_s, recovery_timeout_s
         self._home: dict[str, Server] = {}
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[_Ticket] = deque()
         self._watches: dict[Server, asyncio.Task[None]] = {}
-        self._failure: UserError | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self._failure: BaseException | None = None
 
     @property
     def urls(self) -> list[str]:
@@ -73,11 +86,13 @@ class Fleet:
         return [server.url for server in self.servers if server.up]
 
     async def start(self) -> None:
-        """Return once every server answers and is prepared. Raises UserError naming those that are not."""
+        """Return once every server answers and is prepared. Raises UserError naming one that is not."""
         for server in self.servers:
             self._watch(server)
-        await asyncio.wait(self._watches.values(), timeout=self._start_timeout_s)
-        self._raise_failure()
+        watches = list(self._watches.values())
+        await asyncio.wait(watches, timeout=self._start_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        if self._failure is not None:
+            raise self._failure
         for server in self.servers:
             if not server.up:
                 raise UserError(
@@ -93,6 +108,8 @@ class Fleet:
         `what` names the work in errors. Requests of the same `key` stay on one server; a new key starts where its
         `prefix` of token ids belongs.
         """
+        assert self._watches, "start() comes first"
+        last: ServerDown | None = None
         for _ in range(MAX_ATTEMPTS):
             server = await self._take(what, key, prefix)
             try:
@@ -101,59 +118,64 @@ class Fleet:
                 self.mark_down(server.url, error.reason)
                 last = error
             finally:
-                server.in_flight -= 1
-                self._wake(1)
+                self._release(server)
         raise UserError(f"{what}: {self.name} servers died {MAX_ATTEMPTS} times under it; last: {last}")
 
     def mark_down(self, url: str, reason: str) -> None:
-        """Give the server no work until it answers again."""
+        """Give the server no work until it answers again and is prepared anew."""
         server = next(s for s in self.servers if s.url == url)
-        if server.up:
-            server.up, server.why_down = False, reason
-            self._home = {key: home for key, home in self._home.items() if home is not server}
-            self._watch(server)
+        if not server.up:
+            return
+        server.up, server.why_down = False, reason
+        self._home = {key: home for key, home in self._home.items() if home is not server}
+        self._watch(server)
+        if not self.urls:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(self._recovery_timeout_s, self._give_up)
 
     def forget_prefixes(self) -> None:
         """After an update of the weights no server holds anything that is still of use."""
         self._home = {}
 
     async def close(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
         for watch in self._watches.values():
             watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
 
     async def _take(self, what: str, key: str, prefix: Sequence[int]) -> Server:
         """A server with room, its place taken."""
-        dead_since: float | None = None
-        while True:
-            self._raise_failure()
-            if server := self._choose(key, prefix):
-                server.in_flight += 1
-                if key:
-                    self._home[key] = server
-                return server
-            if self.urls:
-                dead_since = None
-            else:
-                dead_since = dead_since or time.monotonic()
-                if time.monotonic() - dead_since > self._recovery_timeout_s:
-                    reasons = "; ".join(f"{s.url}: {s.why_down}" for s in self.servers)
-                    raise UserError(
-                        f"{what}: no {self.name} server came back within {self._recovery_timeout_s:g} s "
-                        f"(sglang.recovery_timeout_s); {reasons}"
-                    )
-            await self._wait_turn()
-
-    async def _wait_turn(self) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        if self._failure is not None:
+            raise UserError(f"{what}: {self._failure}") from self._failure
+        ticket = _Ticket(key, prefix)
+        self._waiting.append(ticket)
+        self._hand_out()
         try:
-            await asyncio.wait_for(turn, 1.0 if not self.urls else None)
-        except TimeoutError:
-            return
-        finally:
-            if turn in self._waiting:
-                self._waiting.remove(turn)
+            return await ticket.server
+        except asyncio.CancelledError:
+            if not ticket.server.cancelled():  # it was handed out in the same moment
+                self._release(ticket.server.result())
+            raise
+        except UserError as error:
+            raise UserError(f"{what}: {error}") from error
+
+    def _release(self, server: Server) -> None:
+        server.in_flight -= 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give free places to those who wait, in order of arrival."""
+        while self._waiting:
+            ticket = self._waiting[0]
+            if not ticket.server.done():
+                if (server := self._choose(ticket.key, ticket.prefix)) is None:
+                    return
+                server.in_flight += 1
+                if ticket.key:
+                    self._home[ticket.key] = server
+                ticket.server.set_result(server)
+            self._waiting.popleft()
 
     def _choose(self, key: str, prefix: Sequence[int]) -> Server | None:
         free = [s for s in self.servers if s.up and s.in_flight < self._max_requests]
@@ -163,15 +185,10 @@ class Fleet:
         home = self._home.get(key) or _rendezvous(prefix, [s for s in self.servers if s.up])
         return home if home in free and home.in_flight - idlest.in_flight < _IMBALANCE else idlest
 
-    def _wake(self, count: int) -> None:
-        while self._waiting and count:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                count -= 1
-
     def _watch(self, server: Server) -> None:
-        self._watches[server] = asyncio.create_task(self._until_up(server))
+        watch = asyncio.create_task(self._until_up(server))
+        watch.add_done_callback(self._watched)
+        self._watches[server] = watch
 
     async def _until_up(self, server: Server) -> None:
         while not server.up:
@@ -181,18 +198,37 @@ class Fleet:
                 server.up = True
             except ServerDown as error:
                 server.why_down = error.reason
-                await asyncio.sleep(_PROBE_INTERVAL_S)
-            except UserError as error:
-                self._failure = error
-                break
-        self._wake(len(self._waiting))
+                self._check_hope()
+                await asyncio.sleep(PROBE_INTERVAL_S)
+        if self._patience is not None:
+            self._patience.cancel()
+        self._hand_out()
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _watched(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            self._fail(error)
+
+    def _give_up(self) -> None:
+        reasons = "; ".join(f"{s.url}: {s.why_down}" for s in self.servers)
+        self._fail(
+            UserError(
+                f"no {self.name} server came back within {self._recovery_timeout_s:g} s "
+                f"(sglang.recovery_timeout_s); {reasons}"
+            )
+        )
+
+    def _fail(self, failure: BaseException) -> None:
+        """Nobody waits any longer, now or later."""
+        self._failure = failure
+        for ticket in self._waiting:
+            if not ticket.server.done():
+                ticket.server.set_exception(failure)
+        self._waiting.clear()
 
 
 def _rendezvous(prefix: Sequence[int], servers: Sequence[Server]) -> Server:
     """The server that these token ids hash to; only a dead server's prefixes move when it dies."""
-    token_bytes = np.asarray(prefix, np.int64).tobytes()
-    return max(servers, key=lambda s: hashlib.blake2b(token_bytes + s.url.encode(), digest_size=8).digest())
+    if len(servers) == 1:
+        return servers[0]
+    tokens = hashlib.blake2b(np.asarray(prefix, np.int64).tobytes()).digest()
+    return max(servers, key=lambda s: hashlib.blake2b(tokens + s.url.encode(), digest_size=8).digest())

@@ -1,0 +1,269 @@
+"""The student on SGLang servers, as a rollout engine: token ids in, token ids out.
+
+Promises (tests/sglang/test_engine.py, tests/sglang/test_contract.py):
+
+- Log-probs are those of softmax(logits / temperature) over the whole vocabulary, before top-p, one per sampled token.
+- A server that dies, or gives a request up, costs time and no token: the request goes on from its token log on another
+  server, or on the same one when it is back. What was received never changes.
+- A segment is of one weight version. A server that says it serves other weights, because it was started again or
+  somebody else loaded them, contributes no token; it is loaded anew before it gets work.
+- `update_weights` ends what is in flight at the token that it has reached, as segments that finish with "abort"; what
+  has no token yet waits for the new weights. Nothing is sampled until every server has loaded them and emptied its
+  prefix cache; if one cannot, nothing is sampled until an update succeeds.
+- A response ends at a stop id of the request and not at the model's own end id. SGLang's `ignore_eos` would ignore
+  both; so a response that the model's end id has cut is continued, at the price of one more request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_mopd.config import SGLang
+from megatron_mopd.errors import UserError
+from megatron_mopd.protocols import SampleRequest
+from megatron_mopd.sglang.client import Client, ServerDown
+from megatron_mopd.sglang.fleet import Fleet
+from megatron_mopd.sglang.generation import Generation, Run
+from megatron_mopd.sglang.placement import INITIAL_VERSION
+from megatron_mopd.sglang.token_log import TokenLog
+from megatron_mopd.sglang.weights import check_folder, load_folder, read_version, version_name
+from megatron_mopd.types import Segment
+
+_ABORT_AGAIN_S = 0.5
+"""An abort that overtakes its request on the way is lost, so it is sent until the request has ended."""
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What every server must serve. `name` None: whatever it has; nothing is sampled yet."""
+
+    name: str | None
+    folder: Path | None
+
+
+class SGLangEngine:
+    """Implements protocols.RolloutEngine, and beyond it `abort`, `pause` and `resume`.
+
+    `checkpoint` is what the servers began with; None if they cannot read it, and then nothing is sampled before the
+    first `update_weights`. `run` tells the weight versions of this run from those of others. `routed_shape` (layers,
+    top-k) turns router replay on. `identify(client, url)` raises UserError for a wrong server, and `check_hope()` where
+    dead ones will not come back.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        checkpoint: Path | None,
+        settings: SGLang,
+        *,
+        run: str,
+        vocab_size: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        weight_version: int = 0,
+        routed_shape: tuple[int, int] | None = None,
+        api_key: str | None = None,
+        identify: Callable[[Client, str], Awaitable[None]] | None = None,
+        check_hope: Callable[[], None] = lambda: None,
+    ):
+        self.weight_version = weight_version
+        self._run, self._vocab_size, self._routed_shape = run, vocab_size, routed_shape
+        self._check_weights, self._identify = settings.check_weights, identify
+        self._weights = _Weights(INITIAL_VERSION if checkpoint else None, checkpoint)
+        self._client = Client(settings.request_timeout_s, api_key)
+        self._generation = Generation(self._client, temperature, top_p)
+        self._fleet = Fleet(
+            "student",
+            self._client,
+            urls,
+            self._prepare,
+            max_requests=settings.max_requests,
+            start_timeout_s=settings.start_timeout_s,
+            recovery_timeout_s=settings.recovery_timeout_s,
+            check_hope=check_hope,
+        )
+        self._runs: set[Run] = set()
+        self._failed_update: str | None = None
+        self._paused = False
+        self._update = asyncio.Lock()
+        self._may_sample = asyncio.Event()
+        self._may_sample.set()
+
+    async def start(self) -> None:
+        await self._fleet.start()
+
+    async def generate(self, request: SampleRequest) -> Segment:
+        """Raises UserError, with the trajectory's name, where no server can sample it."""
+        self._check(request)
+        run = Run(request, self._new_log)
+        run.task = asyncio.create_task(self._complete(run))
+        self._runs.add(run)
+        try:
+            await asyncio.wait({run.task})
+        finally:
+            run.task.cancel()
+            self._runs.discard(run)
+        if not (run.over and run.task.cancelled()):
+            run.task.result()
+        return run.log.segment
+
+    async def update_weights(self, folder: Path | None, weight_version: int) -> None:
+        """`folder` None: the servers have the weights already; one that has not gets no work until the next update.
+
+        Raises ValueError for a version that goes backwards, UserError where a server cannot serve it.
+        """
+        if weight_version < self.weight_version:
+            raise ValueError(f"weights of version {weight_version} offered after version {self.weight_version}")
+        async with self._nothing_in_flight():
+            self._failed_update = f"the student servers could not be given version {weight_version} of the weights"
+            self._weights = _Weights(version_name(self._run, weight_version), folder)
+            self._fleet.forget_prefixes()
+            await self._everywhere(lambda url: self._load(url, self._weights))
+            if folder is None and not self._fleet.urls:
+                raise UserError(f"no student server serves {self._weights.name}, which was broadcast to them")
+            self.weight_version, self._failed_update = weight_version, None
+
+    async def abort(self, trajectory_id: str) -> None:
+        """Let its `generate` return what it has, with finish_reason "abort"."""
+        runs = [run for run in self._runs if run.request.trajectory_id == trajectory_id]
+        for run in runs:
+            run.aborted = True
+        await self._take_off(runs, lambda run: {"rid": run.request_id})
+
+    async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
+        """Sample nothing until `resume`.
+
+        abort: what is in flight returns the tokens that it has, and waits if it has none. retract: it waits in its
+        server, which frees its key-value cache. in_place: it waits with its cache.
+        """
+        self._may_sample.clear()
+        if mode == "abort":
+            await self._cut_all()
+        self._paused = True
+        await self._everywhere(lambda url: self._client.post(url, "/pause_generation", {"mode": mode}))
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._everywhere(self._continue)
+        if not self._update.locked():
+            self._may_sample.set()
+
+    async def close(self) -> None:
+        """Abort what is in flight; callers who still wait are cancelled. The servers are left to others."""
+        if self._paused:
+            await self._everywhere(self._continue)
+        tasks = [run.task for run in self._runs]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._generation.close()
+        await self._fleet.close()
+        await self._client.close()
+
+    def _check(self, request: SampleRequest) -> None:
+        name, ids = request.trajectory_id, request.token_ids
+        if not ids or request.max_new_tokens < 1:
+            raise ValueError(f"{name}: cannot sample {request.max_new_tokens} tokens after {len(ids)}")
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < self._vocab_size:  # SGLang dies of it
+                raise UserError(f"{name}: {token} is no token of the student, whose vocabulary has {self._vocab_size}")
+
+    def _new_log(self, request: SampleRequest) -> TokenLog:
+        return TokenLog(request, self.weight_version, self._weights.name or "", self._vocab_size, self._routed_shape)
+
+    async def _complete(self, run: Run) -> None:
+        """Return when the run is over."""
+        name = run.request.trajectory_id
+        while not run.over:
+            while not self._may_sample.is_set():
+                await self._may_sample.wait()
+            if self._failed_update or self._weights.name is None:
+                raise UserError(f"{name}: {self._failed_update or 'the student servers have no weights yet'}")
+            await self._fleet.run(name, lambda url: self._sample_on(run, url), key=name, prefix=run.request.token_ids)
+
+    async def _sample_on(self, run: Run, url: str) -> None:
+        if self._may_sample.is_set():  # else it got its turn in the middle of an update
+            run.begin()
+            await self._generation.sample(run, url)
+
+    async def _cut_all(self) -> None:
+        """End everything on a server, and everything that has tokens; leave the rest where it waits."""
+        if self._paused:
+            await self._everywhere(self._continue)  # a server that was paused in place ends nothing
+        runs = [run for run in self._runs if run.url is not None or run.log.token_ids]
+        for run in runs:
+            run.cut = True
+        await self._take_off(runs, lambda _: {"abort_all": True})
+
+    async def _take_off(self, runs: Iterable[Run], order: Callable[[Run], dict[str, Any]]) -> None:
+        """Return when none of them is on a server, and those that are over have ended."""
+        for run in runs:
+            if run.url is None and run.over:
+                run.task.cancel()
+        while runs := [run for run in runs if run.url is not None]:
+            orders = {(run.url, *order(run).items()): (run.url, order(run)) for run in runs if run.url is not None}
+            await asyncio.gather(*[self._generation.abort(url, what) for url, what in orders.values()])
+            waits = [asyncio.ensure_future(run.left.wait()) for run in runs]
+            await asyncio.wait(waits, timeout=_ABORT_AGAIN_S)
+            for wait in waits:
+                wait.cancel()
+
+    @asynccontextmanager
+    async def _nothing_in_flight(self) -> AsyncIterator[None]:
+        async with self._update:
+            self._may_sample.clear()
+            try:
+                await self._cut_all()
+                yield
+            finally:
+                if not self._paused:
+                    self._may_sample.set()
+
+    async def _everywhere(self, act: Callable[[str], Awaitable[Any]]) -> None:
+        """On every server that is up; one that dies of it recovers by itself. Raises the first other error."""
+        urls = self._fleet.urls
+        results = await asyncio.gather(*[act(url) for url in urls], return_exceptions=True)
+        for url, result in zip(urls, results, strict=True):
+            if isinstance(result, ServerDown):
+                self._fleet.mark_down(url, result.reason)
+            elif isinstance(result, BaseException):
+                raise result
+
+    async def _prepare(self, url: str) -> None:
+        """Bring a server that was away to the weights of now."""
+        if self._identify is not None:
+            await self._identify(self._client, url)
+        await self._continue(url)  # whoever used it before may have left it paused
+        while True:
+            if self._failed_update:
+                raise ServerDown(url, self._failed_update)
+            weights = self._weights
+            if weights.name is not None and await read_version(self._client, url) != weights.name:
+                await self._catch_up(url, weights)
+            if weights is self._weights:
+                return
+
+    async def _catch_up(self, url: str, weights: _Weights) -> None:
+        try:
+            await self._load(url, weights)
+        except UserError as error:
+            if weights.name == INITIAL_VERSION:
+                raise
+            raise ServerDown(url, str(error)) from error  # the folder goes when the next one is there
+
+    async def _load(self, url: str, weights: _Weights) -> None:
+        assert weights.name is not None
+        if weights.folder is not None:
+            await load_folder(self._client, url, weights.folder, weights.name)
+            if self._check_weights:
+                await check_folder(self._client, url, weights.folder)
+        elif (served := await read_version(self._client, url)) != weights.name:
+            raise ServerDown(url, f"serves {served!r}; {weights.name!r} was not broadcast to it")
+
+    async def _continue(self, url: str) -> None:
+        await self._client.post(url, "/continue_generation", {})

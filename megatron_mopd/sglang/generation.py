@@ -1,0 +1,110 @@
+"""One trajectory's way through the servers: ask, listen, ask again from where its log is, until it is over.
+
+Promise: whatever ends the listening, the server is told, so that it does not go on for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from megatron_mopd.protocols import SampleRequest
+from megatron_mopd.sglang.client import Client, ServerDown
+from megatron_mopd.sglang.token_log import TokenLog
+
+STREAM_INTERVAL = 32
+"""Tokens per streamed message: what a dying server may take along of each request, against JSON per token."""
+
+_SAMPLING = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "n": 1,
+    "ignore_eos": False,  # it would ignore the stop ids too
+    "stream_interval": STREAM_INTERVAL,
+}
+"""Said with every request: a server may have other preferences (--preferred-sampling-params)."""
+
+
+class Run:
+    """One `generate` call on its way. `aborted`: it ends with what it has. `cut`: the same, if it has anything."""
+
+    def __init__(self, request: SampleRequest, new_log: Callable[[SampleRequest], TokenLog]):
+        self.request, self._new_log = request, new_log
+        self.log = new_log(request)
+        self.aborted = self.cut = False
+        self.url: str | None = None
+        """The server that it is on."""
+        self.request_id = ""
+        self.left = asyncio.Event()
+        """Set while it is on no server."""
+        self.task: asyncio.Task[None]
+
+    @property
+    def over(self) -> bool:
+        return self.aborted or (self.cut and bool(self.log.token_ids)) or self.log.ended is not None
+
+    def begin(self) -> None:
+        """Nothing is sampled yet: it may take the weights of now."""
+        self.cut = False
+        if not self.log.token_ids:
+            self.log = self._new_log(self.request)
+
+
+class Generation:
+    """What all runs of an engine share."""
+
+    def __init__(self, client: Client, temperature: float, top_p: float):
+        self._client = client
+        self._sampling = {**_SAMPLING, "temperature": temperature, "top_p": top_p}
+        self._farewells: set[asyncio.Task[None]] = set()
+
+    async def sample(self, run: Run, url: str) -> None:
+        """Return when the run is over or cut. Raises ServerDown where the server cannot finish it."""
+        run.url = url
+        run.left.clear()
+        try:
+            while not (run.over or run.cut):
+                await self._listen(run, url)
+        except ServerDown:
+            if not (run.aborted or run.cut):
+                raise
+        finally:
+            run.url = None
+            run.left.set()
+
+    async def abort(self, url: str, what: Mapping[str, Any]) -> None:
+        """`what`: {"rid": ...} or {"abort_all": True}."""
+        with suppress(ServerDown):  # then it has stopped anyway
+            await self._client.post(url, "/abort_request", what)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._farewells)
+
+    async def _listen(self, run: Run, url: str) -> None:
+        """One request, until the server ends it."""
+        run.request_id = uuid.uuid4().hex  # all of one length: SGLang aborts every id that begins with the given one
+        body = run.log.continuation()
+        body["rid"] = run.request_id
+        body["sampling_params"] |= self._sampling
+        finished = False
+        try:
+            async with aclosing(self._client.stream(url, "/generate", body)) as replies:
+                async for reply in replies:
+                    finished = run.log.add(reply, url)
+        finally:
+            if not finished:
+                self._say_farewell(url, run.request_id)
+        if not finished:
+            raise ServerDown(url, f"ended the stream of {run.request.trajectory_id} in the middle")
+
+    def _say_farewell(self, url: str, request_id: str) -> None:
+        task = asyncio.create_task(self.abort(url, {"rid": request_id}))
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
