@@ -14,7 +14,13 @@ from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import check_weight_files, read_hf_config, read_token_map
 from megatron_mopd.mcore.layout import Layout
-from megatron_mopd.mcore.options import check_optimizer_options, check_schedule, split_megatron_table
+from megatron_mopd.mcore.options import (
+    MegatronTable,
+    check_optimizer_options,
+    check_router_replay,
+    check_schedule,
+    split_megatron_table,
+)
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.resume import check_resume
@@ -43,6 +49,7 @@ def preflight(config: Config, world_size: int) -> str:
         check_weight_files(teacher.checkpoint, key)
     for name, environment in config.environments.items():
         check_options(name, environment, load_factory(name, environment.factory))
+    check_rollout(config, table, hf_config)
     check_prompts(config)
     check_sinks(config.telemetry)
     return "\n".join(filter(None, (router.coverage(), check_resume(config, world_size))))
@@ -65,6 +72,17 @@ def check_run_folder(folder: Path) -> None:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         reason = "cannot be written to" if nearest.is_dir() else "is not a folder"
         raise UserError(f"run.folder={folder}: {nearest} {reason}; choose another run.folder")
+
+
+def check_rollout(config: Config, table: MegatronTable, hf_config: Mapping[str, Any]) -> None:
+    """Router replay has routes to replay, and routers that ask for them."""
+    if not config.rollout.router_replay:
+        return
+    if config.rollout.engine != "sglang":
+        raise UserError(
+            f"rollout.router_replay: the {config.rollout.engine} engine records no routes; set rollout.engine=sglang"
+        )
+    check_router_replay(table, hf_config)
 
 
 def check_prompts(config: Config) -> None:

@@ -8,7 +8,7 @@ positions, L layers, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -299,6 +299,27 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(parts, dtype=dtype, casting="same_kind") if parts else np.zeros(0, dtype)
 
 
+NUM_QUARTERS = 4
+"""A row's trained tokens are told apart by position in quarters: token i of n is in quarter 4 * i // n."""
+
+
+class Mean(NamedTuple):
+    """A mean and the number of things that it is over; 0.0 of none."""
+
+    value: float
+    count: int
+
+    @classmethod
+    def over(cls, parts: Iterable[Mean]) -> Mean:
+        """The mean over all things of the parts."""
+        parts = list(parts)
+        count = sum(part.count for part in parts)
+        return cls(sum(part.value * part.count for part in parts) / max(1, count), count)
+
+
+NOTHING = Mean(0.0, 0)
+
+
 @dataclass(frozen=True)
 class CellMetrics:
     """What one update saw of one cell. Means are over `tokens`, the trained tokens; 0.0 where there are none."""
@@ -316,6 +337,12 @@ class CellMetrics:
     mismatch_max: float
     masked_tokens: int
     """Tokens that were left out because the teacher's log-prob was not finite; not part of `tokens`."""
+    mismatch_kl: float = 0.0
+    """Estimate of KL(rollout || trainer) per token, never negative; see mcore/metrics.py."""
+    mismatch_quarters: tuple[Mean, ...] = (NOTHING,) * NUM_QUARTERS
+    """Of |trainer - rollout|, by the quarter of its row's trained tokens that a token is in."""
+    route_agreement: Mean = NOTHING
+    """Share of (token, layer) pairs whose experts, as recorded and replayed, the trainer's router would choose too."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +366,16 @@ class StepMetrics:
         return sum(c.tokens for c in self.cells.values())
 
     def mean(self, name: str) -> float:
-        """Token mean over all cells of reverse_kl, clip_fraction, entropy or mismatch."""
+        """Token mean over all cells of reverse_kl, clip_fraction, entropy, mismatch or mismatch_kl."""
         total = sum(getattr(c, name) * c.tokens for c in self.cells.values())
         return total / max(1, self.loss_tokens)
+
+    @property
+    def mismatch_quarters(self) -> tuple[Mean, ...]:
+        """Over all cells."""
+        return tuple(Mean.over(c.mismatch_quarters[i] for c in self.cells.values()) for i in range(NUM_QUARTERS))
+
+    @property
+    def route_agreement(self) -> Mean:
+        """Over all cells."""
+        return Mean.over(c.route_agreement for c in self.cells.values())

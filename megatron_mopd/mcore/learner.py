@@ -38,7 +38,8 @@ from megatron_mopd.mcore.metrics import cell_metrics, micro_batch_sums, reduce_s
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch, Rows, micro_batches
 from megatron_mopd.mcore.model import build_model
 from megatron_mopd.mcore.optimizer import build_optimizer, wrap
-from megatron_mopd.mcore.options import check_optimizer_options, split_megatron_table
+from megatron_mopd.mcore.options import check_optimizer_options, check_router_replay, split_megatron_table
+from megatron_mopd.mcore.router_replay import Agreement, Observer, RouterReplay
 from megatron_mopd.objectives import build_objective
 from megatron_mopd.objectives.normalisation import row_weights
 from megatron_mopd.types import StepMetrics
@@ -65,8 +66,11 @@ class Learner:
         self.vocab_size = family_of(hf_config).architecture(hf_config).vocab_size
         self._table = split_megatron_table(config.megatron)
         check_optimizer_options(self._table)
+        if config.rollout.router_replay:
+            check_router_replay(self._table, hf_config)
         self.models = build_model(config.megatron, hf_config)
         BalancedRouter.install(self.models)
+        self.replay = RouterReplay(self.models)
         if self.models[-1].post_process:
             LogprobHead.install(self.models[-1], self.vocab_size, config.rollout.temperature)
         self.chunks = wrap(self.models, self._table)
@@ -94,10 +98,12 @@ class Learner:
         assert len(batch), "an update needs a trajectory"
         num_cells = len(batch.cells)
         mine, num_packed = self._micro_batches(batch)
+        self._refuse_unless_routed(mine)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = reduce_sums(self._run(mine, partial(self._loss, num_cells, num_packed)), num_cells)
+        agreement = Agreement(num_cells)
+        sums = reduce_sums(self._run(mine, partial(self._loss, num_cells, num_packed), agreement), num_cells)
         loss = total_loss(sums)
         self._refuse_unless_finite("loss", loss)
         self.scheduler.step(1)
@@ -111,18 +117,13 @@ class Learner:
             learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups) or 0.0,
             num_tokens=int(batch.lengths.sum()),
             num_micro_batches=len(mine),
-            cells=cell_metrics(sums, batch.cells, batch.cell),
+            cells=cell_metrics(sums, agreement.reduce(), batch.cells, batch.cell),
         )
 
     @torch.no_grad()
     def logprobs(self, batch: Rows) -> np.ndarray:
         """Student log-prob of every token [N] float32 on every rank, 0 for the first of a row. Changes nothing."""
-        mine, _ = self._micro_batches(batch)
-        for chunk in self.chunks:
-            chunk.eval()
-        parts = self._run(mine, _keep_logprobs, forward_only=True)
-        for chunk in self.chunks:
-            chunk.train()
+        mine, parts = self._evaluate(batch)
         logprobs_N = torch.zeros(int(batch.lengths.sum()), device=device.DEVICE)
         for micro, logprobs_T in zip(mine if parts else [], parts, strict=True):
             real_T = micro.token_T >= 0
@@ -130,6 +131,16 @@ class Learner:
         sum_over_data(logprobs_N)  # each token has one owner
         from_last_stage(logprobs_N)
         return logprobs_N.cpu().numpy()
+
+    @torch.no_grad()
+    def routes(self, batch: Rows) -> np.ndarray:
+        """The experts that the routers choose, int16 [N, L, K] as Batch.routed_experts, on every rank. Changes nothing.
+
+        With router replay a router chooses itself here, after layers that took the experts of the batch.
+        """
+        recorder = self.replay.recorder(int(batch.lengths.sum()))
+        self._evaluate(batch, recorder)
+        return recorder.reduce()
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, with the tokenizer and config of the folder they came from."""
@@ -142,15 +153,32 @@ class Learner:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
+    def _evaluate(self, batch: Rows, observer: Observer | None = None) -> tuple[list[DeviceMicroBatch], list[Tensor]]:
+        """This rank's micro-batches, and the log-probs of each on ranks of the last stage."""
+        mine, _ = self._micro_batches(batch)
+        for chunk in self.chunks:
+            chunk.eval()
+        parts = self._run(mine, _keep_logprobs, observer, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return mine, parts
+
     def _micro_batches(self, batch: Rows) -> tuple[list[DeviceMicroBatch], int]:
         row_weight = row_weights(batch.loss_tokens, self.config.objective.normalisation)
         max_tokens = self.config.learner.micro_batch_tokens
-        return micro_batches(batch, row_weight, self.layout, max_tokens, self.vocab_size)
+        with_routes = self.config.rollout.router_replay
+        return micro_batches(batch, row_weight, self.layout, max_tokens, self.vocab_size, with_routes)
 
-    def _run(self, mine: Sequence[DeviceMicroBatch], loss: LossFunction, forward_only: bool = False) -> list[Tensor]:
+    def _run(
+        self,
+        mine: Sequence[DeviceMicroBatch],
+        loss: LossFunction,
+        observer: Observer | None,
+        forward_only: bool = False,
+    ) -> list[Tensor]:
         """Megatron's schedule over the micro-batches; what `loss` keeps of each, on ranks of the last stage."""
-        return get_forward_backward_func()(
-            forward_step_func=partial(self._forward, loss),
+        kept = get_forward_backward_func()(
+            forward_step_func=partial(self._forward, loss, observer),
             data_iterator=[iter(mine) for _ in self.chunks],
             model=list[torch.nn.Module](self.chunks),
             num_microbatches=len(mine),
@@ -158,10 +186,15 @@ class Learner:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        self.replay.check_idle()
+        return kept
 
-    def _forward(self, loss: LossFunction, mine: Iterator[DeviceMicroBatch], chunk: Any) -> tuple[Tensor, partial]:
+    def _forward(
+        self, loss: LossFunction, observer: Observer | None, mine: Iterator[DeviceMicroBatch], chunk: Any
+    ) -> tuple[Tensor, partial]:
         micro = next(mine)
         model = chunk.module.module if self.models[0].config.bf16 else chunk.module
+        self.replay.aim(model, micro, observer)
         with model.output_layer.scoring(micro.target_T) if model.post_process else nullcontext():
             output = chunk(
                 input_ids=micro.input_ids_T[None],
@@ -179,8 +212,16 @@ class Learner:
         terms = self.objective(detached_T, micro.columns)
         loss = (terms.coefficient_T * logprobs_T).sum() * num_packed
         num_tokens = torch.tensor(len(logprobs_T), dtype=torch.int, device=device.DEVICE)
-        sums = micro_batch_sums(terms, micro.columns, detached_T, entropy_T.detach(), micro.cell_T, num_cells)
+        sums = micro_batch_sums(terms, micro, detached_T, entropy_T.detach(), num_cells)
         return loss, num_tokens, sums
+
+    def _refuse_unless_routed(self, mine: Sequence[DeviceMicroBatch]) -> None:
+        bare = any(micro.routed_experts is None and micro.columns.loss_mask_T.any() for micro in mine)
+        if self.config.rollout.router_replay and bare:
+            raise UserError(
+                f"the batch of step {self.step + 1} has no routed experts; turn rollout.router_replay off, or let the "
+                "rollout engine record them"
+            )
 
     def _refuse_unless_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):

@@ -48,16 +48,22 @@ class DeviceMicroBatch(NamedTuple):
     cell_T: Tensor
     token_T: Tensor
     """Index of the target among all tokens of the batch; -1 on padding."""
+    quarter_T: Tensor
+    """Of its row's trained tokens, 0 to 3."""
     columns: TokenColumns
     sequences: PackedSeqParams
+    routed_experts: Tensor | None
+    """[T, L, K] int16 of the inputs, on the host: a chunk takes its layers of it when their turn comes. None: no
+    replay."""
 
 
 def micro_batches(
-    batch: Rows, weights: np.ndarray, layout: Layout, max_tokens: int, vocab_size: int
+    batch: Rows, weights: np.ndarray, layout: Layout, max_tokens: int, vocab_size: int, with_routes: bool
 ) -> tuple[list[DeviceMicroBatch], int]:
     """The micro-batches of this rank, equally many on each, and the packed tokens of all ranks together.
 
-    `weights` [n] is the weight of each row's tokens. Raises UserError for a token id that the model does not have.
+    `weights` [n] is the weight of each row's tokens; `with_routes` keeps the routed experts that the batch may have.
+    Raises UserError for a token id that the model does not have.
     """
     # Interleaved pipelines take micro-batches in groups of the pipeline's size.
     multiple = layout.pp if layout.vpp is not None else 1
@@ -71,7 +77,7 @@ def micro_batches(
         _check_vocabulary(part, vocab_size)
         micro = pack(part, weights[rows], layout.tp, layout.cp, parallel_state.get_context_parallel_rank())
         origin = np.repeat(starts[rows] - part.offsets[:-1], part.lengths) + np.arange(len(part.token_ids))
-        mine.append(_to_device(micro, origin))
+        mine.append(_to_device(micro, origin, with_routes))
     return mine, num_packed
 
 
@@ -84,19 +90,21 @@ def _check_vocabulary(batch: Batch, vocab_size: int) -> None:
         )
 
 
-def _to_device(micro: MicroBatch, origin: np.ndarray) -> DeviceMicroBatch:
+def _to_device(micro: MicroBatch, origin: np.ndarray, with_routes: bool) -> DeviceMicroBatch:
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device.DEVICE, non_blocking=True)
 
     bounds = tensor(micro.cu_seqlens)
     token = micro.token.copy()
     token[token >= 0] = origin[token[token >= 0]]
+    routes = micro.routed_experts if with_routes else None
     return DeviceMicroBatch(
         input_ids_T=tensor(micro.input_ids),
         position_ids_T=tensor(micro.position_ids),
         target_T=tensor(micro.target_ids),
         cell_T=tensor(micro.cell),
         token_T=tensor(token),
+        quarter_T=tensor(micro.quarter),
         columns=TokenColumns(
             loss_mask_T=tensor(micro.loss_mask),
             weight_T=tensor(micro.weight),
@@ -110,4 +118,5 @@ def _to_device(micro: MicroBatch, origin: np.ndarray) -> DeviceMicroBatch:
             max_seqlen_q=micro.max_seqlen,
             max_seqlen_kv=micro.max_seqlen,
         ),
+        routed_experts=None if routes is None else torch.from_numpy(routes),
     )

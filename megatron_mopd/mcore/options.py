@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mopd.errors import UserError
+from megatron_mopd.mcore.families import family_of
 
 _OURS = {
     "params_dtype": "megatron.bf16",
@@ -29,6 +30,7 @@ _OURS = {
     "overlap_moe_expert_parallel_comm": "the log-prob head, which it bypasses",
     "defer_embedding_wgrad_compute": "the log-prob head, which it bypasses",
     "num_distributed_optimizer_instances": "data parallelism, which has one",
+    "moe_enable_routing_replay": "rollout.router_replay",
     "use_megatron_fsdp": "megatron.use_distributed_optimizer",
     "max_lr": "megatron.lr",
     "use_checkpoint_opt_param_scheduler": "this configuration, also when a run continues",
@@ -42,6 +44,15 @@ _STYLES = {
     "wd_incr_style": ("constant", "linear", "cosine"),
 }
 """What OptimizerParamScheduler knows; it would refuse others only at the first step that needs them."""
+
+_WITHOUT_REPLAY = {
+    "moe_router_fusion": (True,),
+    "moe_router_load_balancing_type": ("sinkhorn",),
+    "cuda_graph_impl": ("local", "transformer_engine"),
+    "enable_cuda_graph": (True,),
+    "external_cuda_graph": (True,),
+}
+"""Values with which routers do not ask for the experts to replay."""
 
 _PLAIN_TYPES: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str}
 """Annotations of upstream that a value of the table is checked against; the others are left to upstream."""
@@ -118,6 +129,17 @@ def check_optimizer_options(table: MegatronTable) -> None:
         for key in ("wsd_decay_steps", "lr_wsd_decay_style"):
             if table.scheduler.get(key) is None:
                 raise UserError(f"megatron.lr_decay_style=WSD needs megatron.{key}; set it")
+
+
+def check_router_replay(table: MegatronTable, hf_config: Mapping[str, Any]) -> None:
+    """UserError where no router would ask for the experts to replay."""
+    if not family_of(hf_config).architecture(hf_config).transformer.get("num_moe_experts"):
+        raise UserError("rollout.router_replay: the student has no experts; remove the option")
+    for key, values in _WITHOUT_REPLAY.items():
+        if (value := table.transformer.get(key)) in values:
+            raise UserError(
+                f"megatron.{key}={value!r} chooses experts without rollout.router_replay; remove one of the two"
+            )
 
 
 def _transformer_fields(latent_attention: bool) -> dict[str, str]:

@@ -92,6 +92,10 @@ class MicroBatch:
     rollout_logprobs: np.ndarray  # [T] float32
     teacher_logprobs: np.ndarray  # [T] float32
     cell: np.ndarray  # [T] int64, index into Batch.cells; 0 on padding
+    quarter: np.ndarray
+    """[T] int64: the quarter of its row's trained tokens that the token is in, 0 to 3; 0 where it is not trained."""
+    routed_experts: np.ndarray | None
+    """[T, L, K] int16: the experts of the input; -1 where none were recorded, and on padding."""
 
 
 def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> MicroBatch:
@@ -142,7 +146,25 @@ def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> M
         rollout_logprobs=column(batch.rollout_logprobs[at], np.float32),
         teacher_logprobs=column(batch.teacher_logprobs[at], np.float32),
         cell=column(batch.cell[row], np.int64),
+        quarter=column(_quarters(batch)[at], np.int64),
+        routed_experts=None if batch.routed_experts is None else _routes(batch.routed_experts, token),
     )
+
+
+def _quarters(batch: Batch) -> np.ndarray:
+    """[N]: trained token i of the n of its row is in quarter 4 * i // n."""
+    trained = batch.loss_mask.copy()
+    trained[batch.offsets[:-1][batch.lengths > 0]] = False  # the first token of a row has no context
+    before = np.concatenate([[0], np.cumsum(trained)])
+    index = before[:-1] - np.repeat(before[batch.offsets[:-1]], batch.lengths)
+    return np.where(trained, 4 * index // np.maximum(1, np.repeat(batch.loss_tokens, batch.lengths)), 0)
+
+
+def _routes(routes: np.ndarray, token: np.ndarray) -> np.ndarray:
+    """The rows of the inputs of the predicted tokens."""
+    out = np.full((len(token), *routes.shape[1:]), -1, np.int16)
+    out[token >= 0] = routes[token[token >= 0] - 1]
+    return out
 
 
 def _bounds(lengths: np.ndarray) -> np.ndarray:

@@ -36,6 +36,8 @@ OPTIMISATION = ("train/loss", "train/grad_norm", "train/learning_rate")
 HEALTH = (
     "train/mismatch_mean",
     "train/mismatch_max",
+    "train/mismatch_kl",
+    "train/route_agreement",
     "rollout/truncated_fraction",
     "rollout/staleness",
     "perf/tokens_per_s",

@@ -70,8 +70,8 @@ def assert_same(got: Outcome, want: Outcome) -> None:
     assert_same_gradients(got.gradients, want.gradients)
     for cell, metrics in want.metrics.cells.items():
         for field in dataclasses.fields(metrics):
-            value = getattr(got.metrics.cells[cell], field.name)
-            assert value == pytest.approx(getattr(metrics, field.name), rel=1e-4, abs=1e-7), field.name
+            value, expected = (getattr(m, field.name) for m in (got.metrics.cells[cell], metrics))
+            np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-7, err_msg=field.name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
