@@ -23,13 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_mopd.config import SGLang
+from megatron_mopd.config import Config, SGLang
 from megatron_mopd.errors import UserError
+from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.protocols import SampleRequest
 from megatron_mopd.sglang.client import Client, ServerDown
 from megatron_mopd.sglang.fleet import Fleet
 from megatron_mopd.sglang.generation import Generation, Run
-from megatron_mopd.sglang.placement import INITIAL_VERSION
+from megatron_mopd.sglang.identity import LOADING, SAMPLING, SCORING, check_server
+from megatron_mopd.sglang.launch import api_key, check_keeper, endpoints
+from megatron_mopd.sglang.placement import student_servers
 from megatron_mopd.sglang.token_log import TokenLog
 from megatron_mopd.sglang.weights import check_folder, load_folder, read_version, version_name
 from megatron_mopd.types import Segment
@@ -40,41 +43,64 @@ _ABORT_AGAIN_S = 0.5
 
 @dataclass(frozen=True)
 class _Weights:
-    """What every server must serve. `name` None: whatever it has; nothing is sampled yet."""
+    """What every server must serve."""
 
-    name: str | None
+    name: str
     folder: Path | None
+
+
+def student_engine(config: Config) -> SGLangEngine:
+    """On the given servers, or on those that are kept for the run."""
+    folder, urls = config.run.folder, config.sglang.student.urls
+    if names := student_servers(config):
+        started = endpoints(folder)
+        urls = tuple(started[name] for name in names)
+    return SGLangEngine(
+        urls,
+        config.student.checkpoint,
+        config.sglang,
+        run=str(folder.absolute()),
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        router_replay=config.rollout.router_replay,
+        min_input_tokens=config.rollout.max_response_tokens,
+        api_key=api_key(config),
+        check_hope=(lambda: check_keeper(folder)) if names else (lambda: None),
+    )
 
 
 class SGLangEngine:
     """Implements protocols.RolloutEngine, and beyond it `abort`, `pause` and `resume`.
 
-    `checkpoint` is what the servers began with; None if they cannot read it, and then nothing is sampled before the
-    first `update_weights`. `run` tells the weight versions of this run from those of others. `routed_shape` (layers,
-    top-k) turns router replay on. `identify(client, url)` raises UserError for a wrong server, and `check_hope()` where
-    dead ones will not come back.
+    Before the first `update_weights`, the servers are given `checkpoint` when something is to be sampled. `run` tells
+    the weight versions of this run from those of others. `check_hope()` raises UserError where a dead server will not
+    come back.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
-        checkpoint: Path | None,
+        checkpoint: Path,
         settings: SGLang,
         *,
         run: str,
-        vocab_size: int,
         temperature: float = 1.0,
         top_p: float = 1.0,
         weight_version: int = 0,
-        routed_shape: tuple[int, int] | None = None,
+        router_replay: bool = False,
+        min_input_tokens: int = 1,
         api_key: str | None = None,
-        identify: Callable[[Client, str], Awaitable[None]] | None = None,
         check_hope: Callable[[], None] = lambda: None,
     ):
         self.weight_version = weight_version
-        self._run, self._vocab_size, self._routed_shape = run, vocab_size, routed_shape
-        self._check_weights, self._identify = settings.check_weights, identify
-        self._weights = _Weights(INITIAL_VERSION if checkpoint else None, checkpoint)
+        self._checkpoint, self._settings, self._run = checkpoint, settings, run
+        self._min_input_tokens = min_input_tokens
+        hf_config = read_hf_config(checkpoint)
+        self._vocab_size: int = hf_config["vocab_size"]
+        self._routed_shape = None
+        if router_replay:
+            self._routed_shape = (hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"])
+        self._weights: _Weights | None = None
         self._client = Client(settings.request_timeout_s, api_key)
         self._generation = Generation(self._client, temperature, top_p)
         self._fleet = Fleet(
@@ -90,7 +116,7 @@ class SGLangEngine:
         self._runs: set[Run] = set()
         self._failed_update: str | None = None
         self._paused = False
-        self._update = asyncio.Lock()
+        self._first_weights, self._update = asyncio.Lock(), asyncio.Lock()
         self._may_sample = asyncio.Event()
         self._may_sample.set()
 
@@ -121,11 +147,11 @@ class SGLangEngine:
             raise ValueError(f"weights of version {weight_version} offered after version {self.weight_version}")
         async with self._nothing_in_flight():
             self._failed_update = f"the student servers could not be given version {weight_version} of the weights"
-            self._weights = _Weights(version_name(self._run, weight_version), folder)
+            weights = self._weights = _Weights(version_name(self._run, weight_version), folder)
             self._fleet.forget_prefixes()
-            await self._everywhere(lambda url: self._load(url, self._weights))
+            await self._everywhere(lambda url: self._load(url, weights))
             if folder is None and not self._fleet.urls:
-                raise UserError(f"no student server serves {self._weights.name}, which was broadcast to them")
+                raise UserError(f"no student server serves {weights.name!r}, which was to be broadcast to them")
             self.weight_version, self._failed_update = weight_version, None
 
     async def abort(self, trajectory_id: str) -> None:
@@ -174,16 +200,24 @@ class SGLangEngine:
                 raise UserError(f"{name}: {token} is no token of the student, whose vocabulary has {self._vocab_size}")
 
     def _new_log(self, request: SampleRequest) -> TokenLog:
-        return TokenLog(request, self.weight_version, self._weights.name or "", self._vocab_size, self._routed_shape)
+        name = self._weights.name if self._weights is not None else ""
+        return TokenLog(request, self.weight_version, name, self._vocab_size, self._routed_shape)
+
+    async def _ensure_weights(self) -> None:
+        async with self._first_weights:
+            if self._weights is None:
+                await self.update_weights(self._checkpoint, self.weight_version)
 
     async def _complete(self, run: Run) -> None:
         """Return when the run is over."""
         name = run.request.trajectory_id
+        if self._weights is None:
+            await self._ensure_weights()
         while not run.over:
             while not self._may_sample.is_set():
                 await self._may_sample.wait()
-            if self._failed_update or self._weights.name is None:
-                raise UserError(f"{name}: {self._failed_update or 'the student servers have no weights yet'}")
+            if self._failed_update:
+                raise UserError(f"{name}: {self._failed_update}")
             await self._fleet.run(name, lambda url: self._sample_on(run, url), key=name, prefix=run.request.token_ids)
 
     async def _sample_on(self, run: Run, url: str) -> None:
@@ -236,31 +270,36 @@ class SGLangEngine:
 
     async def _prepare(self, url: str) -> None:
         """Bring a server that was away to the weights of now."""
-        if self._identify is not None:
-            await self._identify(self._client, url)
+        arguments = {"incremental_streaming_output": True}
+        if self._routed_shape is not None:
+            arguments["enable_return_routed_experts"] = True
+        await check_server(
+            self._client,
+            url,
+            self._checkpoint,
+            endpoints=(*SCORING, *LOADING, *SAMPLING),
+            arguments=arguments,
+            min_input_tokens=self._min_input_tokens,
+        )
         await self._continue(url)  # whoever used it before may have left it paused
-        while True:
+        weights = None
+        while weights is not self._weights:
+            weights = self._weights
             if self._failed_update:
                 raise ServerDown(url, self._failed_update)
-            weights = self._weights
-            if weights.name is not None and await read_version(self._client, url) != weights.name:
+            if weights is not None and await read_version(self._client, url) != weights.name:
                 await self._catch_up(url, weights)
-            if weights is self._weights:
-                return
 
     async def _catch_up(self, url: str, weights: _Weights) -> None:
         try:
             await self._load(url, weights)
-        except UserError as error:
-            if weights.name == INITIAL_VERSION:
-                raise
-            raise ServerDown(url, str(error)) from error  # the folder goes when the next one is there
+        except UserError as error:  # the folder may be gone, as the next weights are there
+            raise ServerDown(url, str(error)) from error
 
     async def _load(self, url: str, weights: _Weights) -> None:
-        assert weights.name is not None
         if weights.folder is not None:
             await load_folder(self._client, url, weights.folder, weights.name)
-            if self._check_weights:
+            if self._settings.check_weights:
                 await check_folder(self._client, url, weights.folder)
         elif (served := await read_version(self._client, url)) != weights.name:
             raise ServerDown(url, f"serves {served!r}; {weights.name!r} was not broadcast to it")
