@@ -28,6 +28,12 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def checkpoint(student: Path) -> Path:
+    """What an engine serves before its first update."""
+    return student
+
+
+@pytest.fixture(scope="session")
 def update(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Other weights of the same architecture."""
     return _checkpoint(tmp_path_factory, seed=1)
