@@ -1,18 +1,22 @@
 # `make demo` and `make test` set themselves up: the first call makes $(VENV), later calls find it ready.
 #
 #   make demo [seed=N]        nine teachers into one student, on this machine
-#   make test [ARGS="-k x"]   the tests
+#   make test [ARGS="-k x"]   the tests, but for those that need SGLang
+#   make test-sglang          the tests that need SGLang, on real servers; the first call makes $(SGLANG_VENV)
+#   make sglang               $(SGLANG_VENV) alone: SGLang on a machine without a GPU
 #   make check                lint, format, types, every example configuration
 #   make format               apply lint fixes and formatting
 #
 # PYTHON=python3.12           another interpreter (3.11 or newer)
 # VENV=/path                  an environment of yours: what it has and satisfies setup.py is kept
 # CONSTRAINTS=                no pinned versions (a machine with a GPU)
+# SGLANG_VENV=/path           another place for SGLang
 # TORCH_INDEX=URL             where to look for a CPU-only torch first
 
 PYTHON ?= python3.11
 VENV ?= .venv
 CONSTRAINTS ?= constraints/cpu.txt
+SGLANG_VENV ?= .venv-sglang
 TORCH_INDEX ?=
 ARGS ?=
 
@@ -28,7 +32,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test check format
+.PHONY: demo test test-sglang sglang check format
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -36,7 +40,13 @@ demo: $(DEMO)
 	@$(BIN)/python -m examples.quickstart.demo $(if $(seed),seed=$(seed))
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not sglang and not gpu and not slurm" $(ARGS)
+
+test-sglang: $(DEV) sglang
+	MOPD_SGLANG_PYTHON=$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
+
+sglang:
+	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) tools/setup_sglang_cpu.sh $(SGLANG_VENV)
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -122,6 +122,13 @@ def servers(config: Config) -> AbstractContextManager[None]:
     return launch.servers(config)
 
 
+def serve(config: Config) -> int:
+    """`mopd serve`: the same servers, kept until Ctrl-C."""
+    from megatron_mopd.sglang import keeper
+
+    return keeper.serve(config)
+
+
 def checkpoints_folder(config: Config) -> Path:
     return config.run.folder / "checkpoints"
 

@@ -4,6 +4,8 @@
     mopd preflight CONFIG [a.b=c ...]   check everything that can be checked before a model is built
     mopd eval CONFIG [a.b=c ...]        score SFT policy, teachers and RUN/student in every cell: RUN/summary.json
     mopd report RUN                     write RUN/report.html
+    mopd serve CONFIG [a.b=c ...]       keep the run's SGLang servers until Ctrl-C; `mopd train` then uses them
+    mopd doctor [CONFIG ...]            which parts are installed here, and what brings the others
 
 CONFIG is one YAML file or more, later ones overlaying earlier ones; --print-config prints the resolved tree and stops.
 Bad input is one line and exit code 2.
@@ -68,11 +70,12 @@ def _dispatch(words: list[str]) -> int | None:
         print(__doc__)
         return None
     name, rest = words[0], words[1:]
-    if name == "report":
-        return _report(rest)
-    commands = {"train": _train, "preflight": _preflight, "eval": _eval}
+    without_config = {"report": _report, "doctor": _doctor}
+    if name in without_config:
+        return without_config[name](rest)
+    commands = {"train": _train, "preflight": _preflight, "eval": _eval, "serve": _serve}
     if name not in commands:
-        raise UserError(f"unknown command {name!r}; known: {', '.join([*commands, 'report'])}")
+        raise UserError(f"unknown command {name!r}; known: {', '.join([*commands, *without_config])}")
     config = read_config(rest)
     return None if config is None else commands[name](config, rest)
 
@@ -96,6 +99,19 @@ def _eval(config: Config, words: list[str]) -> None:
     from megatron_mopd.evaluate import evaluate_run
 
     evaluate_run(config)
+
+
+def _serve(config: Config, words: list[str]) -> int:
+    from megatron_mopd import build
+
+    return build.serve(config)
+
+
+def _doctor(words: list[str]) -> None:
+    from megatron_mopd.doctor import diagnosis
+
+    config = read_config(words) if words else None
+    print(diagnosis(config.sglang.python if config else None))
 
 
 def _report(words: list[str]) -> None:

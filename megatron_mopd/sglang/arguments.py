@@ -20,6 +20,7 @@ from typing import Any
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.sglang.placement import INITIAL_VERSION, started_teachers, student_servers, teacher_servers
+from megatron_mopd.sglang.supported import check_checkpoints
 
 OURS = {
     "model_path": "student.checkpoint and teachers.models",
@@ -71,7 +72,8 @@ class ServerSpec:
 
 
 def check_servers(config: Config) -> None:
-    """Raise UserError for whatever can be known of the servers before one is started. Nothing to start: no check."""
+    """Raise UserError for whatever can be known before a server is started or asked."""
+    check_checkpoints(config)
     if server_specs(config):
         api_key(config)
         check_host(config)

@@ -8,8 +8,9 @@ a socket whose other end the keeper holds, closes: because the keeper stops the 
 Then it gives the server GRACE_S seconds to end in order, says its exit code into the lifeline, and kills the group,
 itself included.
 
-Promise: whichever process is killed, no other one of the group stays. A leader is needed because SGLang's schedulers
-ask the kernel to be killed with their parent only after some seconds of imports.
+Promise: whichever process is killed, no other one of the group stays, if the leader or the keeper is there to see it.
+SGLang alone does not promise that: its schedulers ask the kernel to be killed with their parent only after some seconds
+of imports.
 """
 
 from __future__ import annotations

@@ -33,6 +33,18 @@ TINY_SERVER = {
     "watchdog_timeout": 300,
 }
 START_S = 180.0
+WAIT_S = 400.0
+"""For a server, with the starts of others before it: one at a time on a machine."""
+
+
+TEST_S = 600
+"""Also of a test that waits for the first start of the servers of its module."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(TEST_S))  # a marker of the test itself counts more
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,7 @@ class Servers:
         assert pid is not None, f"{name} has not been started"
         os.killpg(pid, signal.SIGKILL)
 
-    def wait_healthy(self, name: str, timeout_s: float = START_S) -> None:
+    def wait_healthy(self, name: str, timeout_s: float = WAIT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_ready(self.urls[name]):
             check_keeper(self.config.run.folder)
@@ -129,7 +141,7 @@ def start_servers(make_config: Callable[..., Config]) -> StartServers:
         with servers(config):
             started = Servers(config, endpoints(run_folder))
             for name in started.urls:
-                started.wait_healthy(name, timeout_s=START_S * len(started.urls))
+                started.wait_healthy(name, timeout_s=WAIT_S)
             yield started
 
     return start

@@ -9,8 +9,9 @@ still raises.
 import importlib.util
 from pathlib import Path
 
+MARK = "\n# Appended by torchvision_schemas.py"
 SCHEMAS = """
-if not _has_ops():  # sglang-cpu: the library is compiled for CUDA
+if not _has_ops():
     _schemas = torch.library.Library("torchvision", "FRAGMENT")
     for _name in ("nms", "qnms"):
         _schemas.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -22,9 +23,8 @@ def main() -> None:
     assert package is not None, "torchvision is not installed"
     assert package.origin is not None, "torchvision has no files"
     extension = Path(package.origin).with_name("extension.py")
-    source = extension.read_text(encoding="utf-8")
-    if SCHEMAS not in source:
-        extension.write_text(source + SCHEMAS, encoding="utf-8")
+    source, _, _earlier = extension.read_text(encoding="utf-8").partition(MARK)
+    extension.write_text(source + MARK + SCHEMAS, encoding="utf-8")
 
 
 if __name__ == "__main__":

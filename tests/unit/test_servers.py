@@ -1,0 +1,274 @@
+"""What is decided of SGLang servers before one is started: where the teachers are, the command line, what is refused.
+And that `child.py` ends its group, shown on a stand-in for `sglang.launch_server` that only sleeps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_mopd.config import Config
+from megatron_mopd.errors import UserError
+from megatron_mopd.sglang.arguments import check_servers, server_specs
+from megatron_mopd.sglang.launch import servers
+from megatron_mopd.sglang.placement import student_servers, teacher_servers
+from megatron_mopd.sglang.process import CHILD, reserve_port, url_of
+
+
+def checkpoint(folder: Path, **fields: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 250, **fields}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def make_config(tmp_path: Path, num_teachers: int = 3, engine: str = "sglang", **sglang: Any) -> Config:
+    names = [f"t{i}" for i in range(num_teachers)]
+    models = [{"name": n, "domain": "d", "effort": n, "checkpoint": str(checkpoint(tmp_path / n))} for n in names]
+    return Config.model_validate(
+        {
+            "run": {"folder": str(tmp_path / "run"), "num_steps": 1},
+            "student": {"checkpoint": str(checkpoint(tmp_path / "student"))},
+            "teachers": {"backend": "sglang" if num_teachers else "embedded", "models": models},
+            "prompts": {"files": [], "batch_size": 1, "mixture": {"d": 1.0}, "efforts": {"t0": 1.0}},
+            "environments": {},
+            "rollout": {"engine": engine, "max_response_tokens": 8},
+            "sglang": {"server": {"device": "cpu"}, **sglang},
+        }
+    )
+
+
+def words_of(config: Config, name: str) -> list[str]:
+    return list(next(spec for spec in server_specs(config) if spec.name == name).arguments)
+
+
+def value_of(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+def test_teachers_take_turns_on_fewer_servers(tmp_path: Path) -> None:
+    config = make_config(tmp_path, num_teachers=5)
+    assert teacher_servers(config) == {f"t{i}": f"teachers-{i}" for i in range(5)}
+    config = make_config(tmp_path, num_teachers=5, teachers={"num_servers": 2})
+    assert list(teacher_servers(config).values()) == ["teachers-0", "teachers-1"] * 2 + ["teachers-0"]
+    for i in range(2):  # the k-th server begins with the k-th teacher
+        assert value_of(words_of(config, f"teachers-{i}"), "--model-path") == str(tmp_path / f"t{i}")
+
+
+def test_servers_given_by_url_are_not_started(tmp_path: Path) -> None:
+    config = make_config(tmp_path, teachers={"urls": {"t1": "http://a:1"}}, student={"urls": ["http://b:1"]})
+    assert student_servers(config) == ()
+    assert teacher_servers(config) == {"t0": "teachers-0", "t2": "teachers-1"}
+    assert server_specs(make_config(tmp_path, num_teachers=0, engine="embedded")) == []
+
+
+def test_options_are_sglangs_own_and_the_own_table_counts_more(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        server={"device": "cpu", "tp_size": 2, "cuda_graph_bs": [1, 2], "sleep_on_idle": False, "dtype": None},
+        student={"server": {"tp_size": 4, "json_model_override_args": {"a": 1}}},
+    )
+    student, teacher = words_of(config, "student-0"), words_of(config, "teachers-0")
+    assert (value_of(student, "--tp-size"), value_of(teacher, "--tp-size")) == ("4", "2")
+    assert student[student.index("--cuda-graph-bs") :][:3] == ["--cuda-graph-bs", "1", "2"]
+    assert value_of(student, "--json-model-override-args") == '{"a": 1}'
+    assert {"--skip-tokenizer-init", "--incremental-streaming-output", "--disable-cuda-graph"} <= set(student)
+    assert not {"--sleep-on-idle", "--dtype"} & set(student)
+    assert value_of(student, "--weight-version") == "initial"
+
+
+def test_router_replay_asks_the_student_for_its_routes(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    assert "--enable-return-routed-experts" not in words_of(config, "student-0")
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"router_replay": True})})
+    assert "--enable-return-routed-experts" in words_of(config, "student-0")
+    assert "--enable-return-routed-experts" not in words_of(config, "teachers-0")
+
+
+def test_each_server_of_a_machine_has_gpus_of_its_own(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path, server={"tp_size": 2}, student={"num_servers": 2}, teachers={"server": {"base_gpu_id": 4}}
+    )
+    first_gpus = [value_of(words_of(config, n), "--base-gpu-id") for n in ("student-0", "student-1", "teachers-1")]
+    assert first_gpus == ["0", "2", "6"]
+
+
+@pytest.mark.parametrize(
+    ("sglang", "said"),
+    [
+        ({"server": {"port": 1}}, "sglang.server.port is set by"),
+        ({"student": {"server": {"host": "0.0.0.0"}}}, "sglang.student.server.host is set by sglang.host"),
+        ({"server": {"api_key": "s"}}, "sglang.api_key_env"),
+        ({"server": {"--tp": 2}}, "'--tp' is no field"),
+        ({"host": "0.0.0.0"}, "sglang.host=0.0.0.0 can be reached from other machines; set sglang.api_key_env"),
+        ({"host": "::"}, "can be reached"),
+        ({"host": "10.1.2.3", "api_key_env": "MOPD_NOT_SET"}, "MOPD_NOT_SET, which is not set"),
+        ({"teachers": {"num_servers": 4}}, "num_servers=4, but 3 teachers"),
+        ({"teachers": {"urls": {"t9": "http://a:1"}}}, "sglang.teachers.urls.t9"),
+        ({"python": "absent/python"}, "is no program; without a GPU run tools/setup_sglang_cpu.sh"),
+        ({}, "has no sglang"),  # this interpreter
+    ],
+)
+def test_refuses_before_anything_is_started(tmp_path: Path, sglang: dict[str, Any], said: str) -> None:
+    config = make_config(tmp_path, **sglang)
+    with pytest.raises(UserError, match=said), servers(config):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_refuses_a_checkpoint_with_dense_layers_that_sglang_would_get_wrong(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    checkpoint(tmp_path / "t1", mlp_only_layers=[1])
+    with pytest.raises(UserError, match=r"teachers\.models\.1 \(t1\).* has dense layers"):
+        check_servers(config)
+    checkpoint(tmp_path / "t1", decoder_sparse_step=2)
+    with pytest.raises(UserError, match=r"teachers\.backend=embedded"):
+        check_servers(config)
+
+
+def test_a_reserved_port_can_be_served_on_and_is_given_to_nobody_else() -> None:
+    with reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+        for _ in range(2):  # also again, after the first server is gone
+            with socket.create_server(("127.0.0.1", port)):
+                socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+
+
+def test_urls_are_what_clients_can_reach() -> None:
+    assert url_of("127.0.0.1", 5) == "http://127.0.0.1:5"
+    assert url_of("::1", 5) == "http://[::1]:5"
+    assert url_of("0.0.0.0", 5) == f"http://{socket.gethostname()}:5"
+
+
+STAND_IN = """
+import logging, os, signal, subprocess, sys, time
+logging.basicConfig(level=logging.INFO)
+logging.info("server_args=%s", sys.argv)
+if "--fail" in sys.argv:
+    sys.exit(7)
+def in_order(*_):
+    print("in order", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, in_order)
+subprocess.Popen(["sleep", "600"])
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+class Child:
+    """`child.py` on a stand-in, with the keeper's end of the lifeline."""
+
+    def __init__(self, folder: Path, *words: str, grace_s: float = 0.0, key_variable: str = ""):
+        package = folder / "sglang"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "launch_server.py").write_text(STAND_IN)
+        self.lifeline, theirs = socket.socketpair()
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(CHILD), str(theirs.fileno()), str(grace_s), key_variable, *words],
+                pass_fds=[theirs.fileno()],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": str(folder), "MOPD_KEY": "sesame"},
+                start_new_session=True,
+            )
+        theirs.close()
+
+    def group(self) -> list[psutil.Process]:
+        """The leader, the server and the server's own child, once all are there."""
+        wait_until(lambda: self.log.exists() and "up\n" in self.log.read_text())
+        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.lifeline.close()
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Iterator[Any]:
+    started: list[Child] = []
+
+    def start(*words: str, **options: Any) -> Child:
+        started.append(Child(tmp_path, *words, **options))
+        return started[-1]
+
+    yield start
+    for child in started:
+        child.stop()
+
+
+def test_a_closed_lifeline_ends_the_whole_group(children: Any) -> None:
+    child = children()
+    group = child.group()
+    assert len(group) == 3
+    child.lifeline.close()
+    wait_until(lambda: all_gone(group))
+
+
+def test_the_end_of_the_server_ends_the_whole_group(children: Any) -> None:
+    child = children()
+    leader, server, *others = child.group()
+    server.kill()
+    wait_until(lambda: all_gone([leader, *others]))
+    assert child.lifeline.recv(16) == b"137"
+
+
+def test_a_server_does_not_outlive_its_leader(children: Any) -> None:
+    """The rest of the group is then the keeper's to kill."""
+    child = children()
+    leader, server, *_ = child.group()
+    leader.kill()
+    wait_until(lambda: all_gone([server]))
+
+
+def test_a_server_ends_in_order_where_it_is_given_time(children: Any) -> None:
+    child = children(grace_s=10.0)
+    group = child.group()
+    child.lifeline.shutdown(socket.SHUT_WR)
+    child.process.wait()
+    assert child.lifeline.recv(16) == b"0"
+    assert "in order" in child.log.read_text()
+    wait_until(lambda: all_gone(group))
+
+
+def test_the_exit_code_of_the_server_is_said(children: Any) -> None:
+    child = children("--fail")
+    child.process.wait()
+    assert child.lifeline.recv(16) == b"7"
+
+
+def test_the_key_is_neither_in_the_command_line_nor_in_the_log(children: Any) -> None:
+    child = children(key_variable="MOPD_KEY")
+    group = child.group()
+    assert not any("sesame" in word for p in group for word in p.cmdline())
+    assert "'--api-key', '***'" in child.log.read_text()
