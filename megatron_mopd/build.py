@@ -182,6 +182,10 @@ def sampling(config: Config, tokenizer: object) -> Sampling:
 
 
 def rollout_engine(config: Config) -> RolloutEngine:
+    if config.rollout.engine == "sglang":
+        from megatron_mopd.sglang.engine import student_engine
+
+        return student_engine(config)
     from megatron_mopd.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine(
@@ -195,6 +199,10 @@ def rollout_engine(config: Config) -> RolloutEngine:
 
 
 def teacher_scorer(config: Config) -> TeacherScorer:
+    if config.teachers.backend == "sglang":
+        from megatron_mopd.sglang.scorer import sglang_scorer
+
+        return sglang_scorer(config)
     from megatron_mopd.embedded.scorer import EmbeddedScorer
 
     folders = {t.name: t.checkpoint for t in config.teachers.models}

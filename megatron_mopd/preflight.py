@@ -25,6 +25,7 @@ from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.resume import check_resume
 from megatron_mopd.rollout.environments import check_options, load_factory
+from megatron_mopd.sglang.arguments import check_servers
 from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.router import Router
 from megatron_mopd.telemetry.sinks import check_sinks
@@ -75,7 +76,14 @@ def check_run_folder(folder: Path) -> None:
 
 
 def check_rollout(config: Config, table: MegatronTable, hf_config: Mapping[str, Any]) -> None:
-    """Router replay has routes to replay, and routers that ask for them."""
+    """Teachers score the distribution that is sampled, on servers that can; router replay has routes to replay, and
+    routers that ask for them."""
+    if config.teachers.backend == "sglang" and config.rollout.temperature != 1:
+        raise UserError(
+            f"rollout.temperature={config.rollout.temperature:g}: SGLang scores at temperature 1; set "
+            "rollout.temperature=1, or teachers.backend=embedded"
+        )
+    check_servers(config)
     if not config.rollout.router_replay:
         return
     if config.rollout.engine != "sglang":

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megatron_mopd"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TORCH_FREE = ("config.py", "yaml_tree.py", "types.py", "protocols.py", "errors.py", "cli.py", "preflight.py")
 BACKENDS = ("embedded", "sglang", "mcore")
-READ_BY_PREFLIGHT = ("megatron_mopd.mcore.layout", "megatron_mopd.mcore.options")
+READ_BY_PREFLIGHT = ("megatron_mopd.mcore.layout", "megatron_mopd.mcore.options", "megatron_mopd.sglang.arguments")
 TOKENIZERS = ("transformers.AutoTokenizer", "transformers.PreTrainedTokenizerBase")
 
 
@@ -60,7 +60,7 @@ def test_trackers_are_imported_under_telemetry_only() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_are_imported_by_build_only(backend: str) -> None:
-    """Preflight checks the `megatron:` table with the two modules of mcore/ that import no torch."""
+    """Preflight checks the tables of the engines with those of their modules that import no torch."""
     found = importers(f"megatron_mopd.{backend}", allowed=(backend, "build.py"), but=READ_BY_PREFLIGHT)
     assert found == []
 
