@@ -12,6 +12,7 @@ the server's, bit for bit.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,22 +39,26 @@ class ServerChecksums:
     dtype: torch.dtype
     ranks: tuple[dict[str, str], ...]
 
-    def of(self, tensor: torch.Tensor) -> str:
-        """The hash that this server gives this tensor."""
-        return checksum(tensor.to(self.dtype), self.device)
+    def of(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> str:
+        """The hash that this server gives this tensor if it holds it in `dtype` (None: in its own)."""
+        return checksum(tensor.to(dtype or self.dtype), self.device)
 
 
-async def read_checksums(client: Client, url: str) -> ServerChecksums:
-    """Raises ServerDown, or UserError where the server does not hash its weights."""
+async def read_checksums(client: Client, url: str, skip: Sequence[str] = ()) -> ServerChecksums:
+    """Without the parameters whose name contains a word of `skip`.
+
+    Raises ServerDown, or UserError where the server does not hash its weights.
+    """
     info = await client.get(url, "/server_info")
-    reply = await client.post(url, "/weights_checker", {"action": "checksum", "selector": "target"})
+    body = {"action": "checksum", "selector": "target", "skip_tensor_list": list(skip) or None}
+    reply = await client.post(url, "/weights_checker", body)
     if not isinstance(reply, dict) or "ranks" not in reply:
         raise UserError(f"{url}/weights_checker returned no checksums; SGLang 0.5.23 or newer is needed")
     dtype = info["dtype"] if info["dtype"] != "auto" else "bfloat16"
     return ServerChecksums(
         device=info["device"],
         dtype=getattr(torch, dtype),
-        ranks=tuple(rank["checksums"] for rank in reply["ranks"] if rank["parallelism_info"]["role"] == "target"),
+        ranks=tuple(rank["checksums"] for rank in reply["ranks"]),
     )
 
 
