@@ -63,28 +63,34 @@ class Keeper:
             await asyncio.gather(*(self._end(server) for server in self._servers))
 
     async def _keep(self, server: ServerProcess) -> None:
-        deaths, was_healthy = 0, False
+        deaths, tries = 0, MAX_FIRST_DEATHS
         while True:
-            async with _turn(server.spec.on_cpu):
-                started = time.monotonic()
-                server.start(self._config)
-                files.write_endpoint(self._config.run.folder, server.name, server.url, server.pid)
-                healthy = await self._becomes_healthy(server)
-            lived_from = time.monotonic()
-            if healthy:
-                was_healthy = True
-                self._say(f"{server.name} serves at {server.url}, {lived_from - started:.0f} s after its start")
+            healthy_from = await self._start(server)
+            if healthy_from is not None:
+                tries = MAX_DEATHS
                 while not server.ended():
                     await asyncio.sleep(CHECK_S)
+                deaths = 0 if time.monotonic() - healthy_from > HEALTHY_S else deaths
+            deaths += 1
             code = await self._end(server)
-            deaths = 1 if time.monotonic() - lived_from > HEALTHY_S else deaths + 1
-            reason = f"{server.name} ended with exit code {code}: {server.reason()}"
-            if code == USAGE_ERROR and not was_healthy:
-                raise UserError(f"sglang: {server.name} refuses its arguments: {server.reason()}")
-            if deaths >= (MAX_DEATHS if was_healthy else MAX_FIRST_DEATHS):
-                raise UserError(f"{reason}; given up after {deaths} starts in a row, see {server.log}")
+            if code == USAGE_ERROR and tries == MAX_FIRST_DEATHS:
+                raise UserError(f"sglang: {server.name} refuses its arguments: {server.reason(code)}")
+            reason = f"{server.name} ended with exit code {code}: {server.reason(code)}"
+            if deaths == tries:
+                raise UserError(f"{reason}; given up after {deaths} starts, see {server.log}")
             self._say(f"{reason}; starting it again")
-            await asyncio.sleep(0.5 * 2**deaths)
+            await asyncio.sleep(2.0 ** (deaths - 1))
+
+    async def _start(self, server: ServerProcess) -> float | None:
+        """Return once it is healthy, with the time; None where it ends first, or is not there in time."""
+        async with _turn(server.spec.on_cpu):
+            started = time.monotonic()
+            server.start(self._config)
+            files.write_endpoint(self._config.run.folder, server.name, server.url, server.pid)
+            if not await self._becomes_healthy(server):
+                return None
+        self._say(f"{server.name} serves at {server.url}, {time.monotonic() - started:.0f} s after its start")
+        return time.monotonic()
 
     async def _end(self, server: ServerProcess) -> int | None:
         """In order if it does so in time; None where it does not run."""
@@ -97,7 +103,6 @@ class Keeper:
         return server.end()
 
     async def _becomes_healthy(self, server: ServerProcess) -> bool:
-        """False where it ends first, or is not there in time."""
         deadline = time.monotonic() + self._config.sglang.start_timeout_s
         async with Client(silence_s=10.0) as client:
             while not server.ended():
@@ -179,7 +184,7 @@ async def _run(config: Config, servers: list[ServerProcess], say: Say, parent: s
         code = 128 + number
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, by_signal, number)
     if parent is not None:
         loop.add_reader(parent, stop.set)

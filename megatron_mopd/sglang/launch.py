@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.sglang import files
-from megatron_mopd.sglang.arguments import api_key, check_servers, server_specs
+from megatron_mopd.sglang.arguments import ServerSpec, api_key, check_servers, server_specs
 from megatron_mopd.sglang.keeper import PREVIOUS_KEEPER_S, READY
 
 __all__ = ["api_key", "check_keeper", "check_servers", "endpoints", "servers"]
@@ -33,7 +33,11 @@ def servers(config: Config) -> Iterator[None]:
     """
     check_servers(config)
     specs = server_specs(config)
-    if not specs or files.is_served(config.run.folder):
+    if files.is_served(config.run.folder):
+        _check_served(config.run.folder, specs)
+        yield
+        return
+    if not specs:
         yield
         return
     log = config.run.folder / "logs" / "keeper.log"
@@ -59,6 +63,14 @@ def servers(config: Config) -> Iterator[None]:
         finally:
             ours.close()
             _wait(keeper, max(spec.grace_s for spec in specs) + MARGIN_S)
+
+
+def _check_served(run_folder: Path, specs: list[ServerSpec]) -> None:
+    if missing := {spec.name for spec in specs} - files.read_endpoints(run_folder).keys():
+        raise UserError(
+            f"`mopd serve` keeps servers in {run_folder}, but no {sorted(missing)[0]}; start it with the configuration "
+            "of the run"
+        )
 
 
 def endpoints(run_folder: Path) -> dict[str, str]:

@@ -21,6 +21,7 @@ CHILD = Path(__file__).with_name("child.py")
 USAGE_ERROR = 2
 """Exit code of a server whose arguments SGLang does not understand."""
 KILLED = 137
+LAST_LINES = 10
 _ERROR = re.compile(r"^(\S*: error: .*|[\w.]*(Error|Exception): .+)")
 
 
@@ -77,13 +78,17 @@ class ServerProcess:
         self._process = None
         return int(said) if said.isdigit() else KILLED
 
-    def reason(self) -> str:
-        """What the server said last since its last start: its last error if there is one, else its last line."""
+    def reason(self, code: int | None) -> str:
+        """Why it ended: the error among its last lines if there is one (earlier ones it has survived), the signal that
+        ended it, or its last line."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if _ERROR.match(line)]
-        return (errors or lines or ["it ended without a word"])[-1]
+        if errors := [line for line in lines[-LAST_LINES:] if _ERROR.match(line)]:
+            return errors[-1]
+        if code is not None and code > 128:
+            return signal.Signals(code - 128).name
+        return lines[-1] if lines else "it ended without a word"
 
     def release(self) -> None:
         self._port.close()

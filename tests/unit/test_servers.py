@@ -20,8 +20,10 @@ import pytest
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.run_lock import locked
+from megatron_mopd.sglang import files
 from megatron_mopd.sglang.arguments import check_servers, server_specs
-from megatron_mopd.sglang.launch import servers
+from megatron_mopd.sglang.launch import check_keeper, servers
 from megatron_mopd.sglang.placement import student_servers, teacher_servers
 from megatron_mopd.sglang.process import CHILD, reserve_port, url_of
 
@@ -138,6 +140,20 @@ def test_refuses_a_checkpoint_with_dense_layers_that_sglang_would_get_wrong(tmp_
         check_servers(config)
 
 
+def test_refuses_teachers_of_two_architectures_on_one_server(tmp_path: Path) -> None:
+    """The server would go on with the config.json of the first; names and versions in it do not matter."""
+    config = make_config(tmp_path, teachers={"num_servers": 2})
+    checkpoint(tmp_path / "t2", rope_theta=5e5)
+    with pytest.raises(UserError, match=r"teachers t0 and t2 share a server, but .* differ in rope_theta: None and 5"):
+        check_servers(config)
+    checkpoint(tmp_path / "t2", transformers_version="5.0")
+    with pytest.raises(UserError, match=r"sglang\.python"):
+        check_servers(config)
+    checkpoint(tmp_path / "t1", rope_theta=5e5)
+    with pytest.raises(UserError, match=r"sglang\.python"):
+        check_servers(config)
+
+
 def test_a_reserved_port_can_be_served_on_and_is_given_to_nobody_else() -> None:
     with reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
@@ -152,6 +168,47 @@ def test_urls_are_what_clients_can_reach() -> None:
     assert url_of("127.0.0.1", 5) == "http://127.0.0.1:5"
     assert url_of("::1", 5) == "http://[::1]:5"
     assert url_of("0.0.0.0", 5) == f"http://{socket.gethostname()}:5"
+
+
+def stand_in_python(folder: Path, launch_server: str) -> Path:
+    """An interpreter that has this in place of SGLang."""
+    package = folder / "packages" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(launch_server)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_a_server_that_never_comes_up_is_given_up_with_its_last_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # real servers that start on this machine now are not waited for
+    python = stand_in_python(tmp_path, "print('loading')\nraise RuntimeError('no memory for it')")
+    config = make_config(tmp_path, num_teachers=0, python=str(python))
+    with servers(config):
+        assert list(files.read_endpoints(tmp_path / "run")) == ["student-0"]  # known before it is up
+        wait_until((files.folder(tmp_path / "run") / files.FAILURE).exists)
+        with pytest.raises(
+            UserError, match="student-0 ended with exit code 1: RuntimeError: no memory for it; given up"
+        ):
+            check_keeper(tmp_path / "run")
+    assert (tmp_path / "run/logs/sglang-student-0.log").read_text().count("loading") == 2
+
+
+def test_servers_of_mopd_serve_are_used_if_they_are_the_ones_needed(tmp_path: Path) -> None:
+    config = make_config(tmp_path, num_teachers=1, python=str(stand_in_python(tmp_path, "")))
+    run = tmp_path / "run"
+    with locked(files.folder(run)):
+        files.mark_foreground(run)
+        files.write_endpoint(run, "student-0", "http://a:1", 1)
+        with pytest.raises(UserError, match="but no teachers-0; start it with the configuration"), servers(config):
+            pass
+        files.write_endpoint(run, "teachers-0", "http://a:2", 1)
+        with servers(config):
+            assert not (run / "logs").exists()
 
 
 STAND_IN = """
