@@ -81,9 +81,13 @@ def random_routes(batch: Batch, seed: int = 0) -> Batch:
     return with_routes(batch, routes)
 
 
-def num_routes(batch: Batch) -> int:
+def routes_in(batch: Batch) -> np.ndarray:
     assert batch.routed_experts is not None
-    return int((batch.routed_experts[:, 0, 0] >= 0).sum()) * (NUM_LAYERS - 1)
+    return batch.routed_experts
+
+
+def num_routes(batch: Batch) -> int:
+    return int((routes_in(batch)[:, 0, 0] >= 0).sum()) * (NUM_LAYERS - 1)
 
 
 def without_agreement(outcome: Outcome) -> Outcome:
@@ -123,13 +127,12 @@ def forced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Forced:
     from transformers import Qwen3MoeForCausalLM
 
     batch, folder = random_routes(batch_of()), tmp_path_factory.mktemp("forced")
-    assert batch.routed_experts is not None
     reference = Qwen3MoeForCausalLM.from_pretrained(model, experts_implementation="eager").double()
     loss, logprobs = torch.zeros((), dtype=torch.float64), np.zeros(len(batch.token_ids))
     for row in range(len(batch)):
         one, where = batch.select([row]), slice(*batch.offsets[row : row + 2])
         if len(one.token_ids) > 1:
-            _force(reference, batch.routed_experts[where][:-1])
+            _force(reference, routes_in(batch)[where][:-1])
             ids = torch.from_numpy(one.token_ids).long()
             logprobs_T = reference(ids[None, :-1]).logits[0].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             logprobs[where][1:] = logprobs_T.detach()
@@ -195,7 +198,7 @@ def test_tokens_without_routes_are_bit_for_bit_those_of_no_replay(
     options: dict[str, Any], ranks: Pools, model: Path, own: Batch, tmp_path: Path
 ) -> None:
     """Own routes too: a gather of the scores is the scores."""
-    bare = dataclasses.replace(own, routed_experts=np.full_like(own.routed_experts, -1))
+    bare = dataclasses.replace(own, routed_experts=np.full_like(routes_in(own), -1))
     plain = config_of(model, {**PLAIN, **options}, learner={"micro_batch_tokens": 40})
     want = run(ranks, 1, plain, bare, tmp_path / "want")
     own = with_routes(own, ranks(1)(chosen, plain, own)[0])
@@ -239,7 +242,7 @@ def test_nothing_leaks_into_the_next_batch(
 def test_routes_are_those_of_the_model_at_every_layout(layout: str, ranks: Pools, model: Path, own: Batch) -> None:
     megatron = {} if layout == "single" else LAYOUTS[layout][1]
     for got in ranks(size_of(layout))(chosen, config_of(model, {**PLAIN, **megatron}), batch_of()):
-        want = np.where(np.arange(NUM_LAYERS)[:, None] == DENSE, -1, own.routed_experts)
+        want = np.where(np.arange(NUM_LAYERS)[:, None] == DENSE, -1, routes_in(own))
         np.testing.assert_array_equal(np.sort(got), np.sort(want))
 
 
@@ -261,16 +264,14 @@ def refusal(config: Config, batch: Batch) -> str:
 def test_what_no_router_can_choose_is_refused(
     layer: int, experts: list[int], reason: str, ranks: Pools, model: Path, own: Batch
 ) -> None:
-    assert own.routed_experts is not None
-    routes_NLK = own.routed_experts.copy()
+    routes_NLK = routes_in(own).copy()
     routes_NLK[own.offsets[5], layer] = experts
     batch = dataclasses.replace(own, routed_experts=routes_NLK)
     assert re.search(reason, ranks(1)(refusal, replaying(model), batch)[0])
 
 
 def test_routes_of_another_model_are_refused(ranks: Pools, model: Path, own: Batch) -> None:
-    assert own.routed_experts is not None
-    batch = dataclasses.replace(own, routed_experts=own.routed_experts[:, :3])
+    batch = dataclasses.replace(own, routed_experts=routes_in(own)[:, :3])
     assert "layers x top-k (3, 2), the student has (4, 2)" in ranks(1)(refusal, replaying(model), batch)[0]
 
 

@@ -33,7 +33,7 @@ from megatron_mopd.telemetry.registry import CELL_METRICS, RUN_METRICS, cell_key
 from megatron_mopd.telemetry.row import step_row
 from megatron_mopd.telemetry.run_log import RunLog
 from megatron_mopd.telemetry.sinks import GuardedSink, TensorBoardSink, check_sinks
-from megatron_mopd.types import Cell, CellMetrics, StepMetrics
+from megatron_mopd.types import NOTHING, Cell, CellMetrics, Mean, StepMetrics
 
 CELLS = [Cell("general", "low"), Cell("general", "max")]
 SECRET = "planted-secret-4f7a91"
@@ -41,8 +41,9 @@ SECONDS = {"wait": 0.7, "update": 0.2, "sync": 0.05, "step": 1.0}
 
 
 def learner_metrics(step: int) -> StepMetrics:
-    low = CellMetrics(3, 30, 0.4 / step, 0.1, 0.9, 1e-7, 3e-7, 1)
-    high = CellMetrics(1, 10, 0.8 / step, 0.3, 1.7, 5e-7, 9e-7, 0)
+    quarters = tuple(Mean(1e-7 * i, 10) for i in range(3)), (Mean(8e-7, 2), *(NOTHING,) * 2, Mean(6e-7, 8))
+    low = CellMetrics(3, 30, 0.4 / step, 0.1, 0.9, 1e-7, 3e-7, 1, 2e-9, (*quarters[0], NOTHING), Mean(0.9, 300))
+    high = CellMetrics(1, 10, 0.8 / step, 0.3, 1.7, 5e-7, 9e-7, 0, 6e-9, quarters[1], Mean(0.5, 100))
     return StepMetrics(step, -0.1 / 3, 0.7, 4e-3, 200, 2, dict(zip(CELLS, (low, high), strict=True)))
 
 
@@ -93,6 +94,13 @@ class TestRow:
         row = row_of(1)
         assert row["train/reverse_kl"] == pytest.approx((30 * 0.4 + 10 * 0.8) / 40)
         assert row["train/mismatch_max"] == 9e-7
+        assert row["train/mismatch_kl"] == pytest.approx((30 * 2e-9 + 10 * 6e-9) / 40)
+        assert row["train/mismatch_quarter_1"] == pytest.approx((10 * 0 + 2 * 8e-7) / 12)
+        assert row["train/mismatch_quarter_2"] == pytest.approx(1e-7)
+        assert row["train/mismatch_quarter_4"] == pytest.approx(6e-7)
+        assert row["train/route_agreement"] == pytest.approx((300 * 0.9 + 100 * 0.5) / 400)
+        assert row["cell/general/max/mismatch_kl"] == 6e-9
+        assert row["cell/general/low/route_agreement"] == 0.9
         assert row["train/masked_tokens"] == 1
         assert row["rollout/spent_tokens"] == pytest.approx((3 * 2 + 8) / 4)
         assert row["cell/general/low/token_share"] == 0.75
@@ -109,7 +117,10 @@ class TestRow:
     def test_what_nothing_was_measured_for_is_absent(self) -> None:
         full = learner_metrics(1)
         empty = replace(full, cells={**full.cells, CELLS[1]: CellMetrics(1, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 10)})
-        assert "cell/general/max/reverse_kl" not in step_row(empty, rollout_metrics(), SECONDS)
+        row = step_row(empty, rollout_metrics(), SECONDS)
+        assert not [key for key in row if key.startswith(("cell/general/max/reverse_kl", "cell/general/max/mismatch"))]
+        assert "cell/general/max/route_agreement" not in row
+        assert "cell/general/low/mismatch_quarter_4" not in row
         demonstrations = step_row(full, None, SECONDS)
         assert "train/loss" in demonstrations
         assert not [key for key in demonstrations if "reverse_kl" in key or key.startswith("rollout/")]

@@ -1,0 +1,72 @@
+"""What a step reports of the mismatch between trainer and rollout equals its definition, at every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from learner_cases import batch_of, config_of, start
+from ranks import Pools
+from tiny import LAYOUTS, write_checkpoint
+
+from megatron_mopd.config import Config
+from megatron_mopd.types import Batch, StepMetrics
+
+LAYOUTS = {name: LAYOUTS[name] for name in ("single", "DP2", "TP2xPP2", "CP2")}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder)
+    return folder
+
+
+def measure(config: Config, batch: Batch) -> tuple[np.ndarray, StepMetrics]:
+    learner = start(config)
+    return learner.logprobs(batch), learner.update(batch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scale", [1.0, 1e-5], ids=["far", "near"])
+def test_a_step_reports_the_mismatch_as_defined(layout: str, scale: float, ranks: Pools, model: Path) -> None:
+    """d = rollout - trainer; e^-d - 1 + d is an estimate of KL(rollout || trainer), see mcore/metrics.py.
+
+    `near` is nearer to the size that real mismatches have, where float32 would lose all of it.
+    """
+    size, megatron = LAYOUTS[layout]
+    config = config_of(model, {"lr": 0.0, **megatron}, learner={"micro_batch_tokens": 40})
+    batch = batch_of()
+    own = ranks(size)(measure, config, batch)[0][0]
+    noise = np.random.default_rng(0).normal(0.1, 1.0, len(own)) * scale
+    batch = dataclasses.replace(batch, rollout_logprobs=(own + noise).astype(np.float32))
+    trained, quarter, cell_of = trained_quarter_and_cell(batch)
+    d = batch.rollout_logprobs.astype(np.float64) - own
+    kl = np.exp(-d) - 1 + d
+    for logprobs, metrics in ranks(size)(measure, config, batch):
+        np.testing.assert_allclose(logprobs, own, atol=1e-6)
+        for cell, of_cell in metrics.cells.items():
+            here = trained & (cell_of == batch.cells.index(cell))
+            assert of_cell.mismatch == pytest.approx(np.abs(d[here]).mean(), rel=1e-3)
+            assert of_cell.mismatch_kl == pytest.approx(kl[here].mean(), rel=1e-2)
+            for i, mean in enumerate(of_cell.mismatch_quarters):
+                there = here & (quarter == i)
+                assert mean.count == there.sum()
+                assert mean.value == pytest.approx(np.abs(d[there]).mean(), rel=1e-3)
+            assert of_cell.route_agreement.count == 0
+        assert metrics.mean("mismatch_kl") == pytest.approx(kl[trained].mean(), rel=1e-2)
+        assert sum(m.count for m in metrics.mismatch_quarters) == trained.sum()
+
+
+def trained_quarter_and_cell(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    trained = batch.loss_mask.copy()
+    quarter, cell = np.full(len(trained), -1), np.zeros(len(trained), int)
+    for row in range(len(batch)):
+        where = np.arange(batch.offsets[row], batch.offsets[row + 1])
+        trained[where[:1]] = False
+        mine = where[trained[where]]
+        quarter[mine] = [4 * i // len(mine) for i in range(len(mine))]
+        cell[where] = batch.cell[row]
+    return trained, quarter, cell
