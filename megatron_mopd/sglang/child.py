@@ -86,7 +86,8 @@ def hide(key: str) -> None:
 
     def without_key(*arguments: object, **options: object) -> logging.LogRecord:
         record = make(*arguments, **options)
-        record.msg, record.args = record.getMessage().replace(key, "***"), ()
+        if key in record.getMessage():  # others keep their arguments, which formatters ask for
+            record.msg, record.args = record.getMessage().replace(key, "***"), ()
         return record
 
     logging.setLogRecordFactory(without_key)

@@ -22,7 +22,7 @@ USAGE_ERROR = 2
 """Exit code of a server whose arguments SGLang does not understand."""
 KILLED = 137
 LAST_LINES = 10
-_ERROR = re.compile(r"^(\S*: error: .*|[\w.]*(Error|Exception): .+)")
+_ERROR = re.compile(r"^([\w. ]*: error: .*|[\w.]*(Error|Exception): .+)")
 
 
 class ServerProcess:
