@@ -61,7 +61,7 @@ class Segment:
     `routed_experts` (router replay) are the experts that the rollout engine chose for the c input positions from the
     first one that no earlier segment covers up to the one that gave this segment's last token: int16 [c, L, K], with L
     all layers of the model, dense ones included (whose entries mean nothing). For the first segment of n tokens after
-    a prompt of P, c = P + n - 1. None where nothing was recorded or sampled.
+    a prompt of P, c = P + n - 1. None where nothing was recorded or sampled: such a segment covers nothing.
 
     Example: Segment.observation([7, 8]) masks two tokens that a tool returned.
     """
@@ -145,17 +145,16 @@ class Trajectory:
         end, covered, parts = len(self.prompt.student_ids), 0, []
         for segment in self.segments:
             end += len(segment.token_ids)
+            if segment.routed_experts is None:
+                continue  # the next that has routes begins where the last one ended
             want = end - 1 - covered if any(segment.loss_mask) else 0
-            routes = segment.routed_experts
-            got = 0 if routes is None else len(routes)
-            if got != want:
+            if len(segment.routed_experts) != want:
                 raise ValueError(
-                    f"a segment of {self.id} has routed experts of {got} positions instead of {want}: "
-                    f"{covered} to {covered + want} of its {end} tokens"
+                    f"a segment of {self.id} has routed experts of {len(segment.routed_experts)} positions instead of "
+                    f"{want}: {covered} to {covered + want} of its {end} tokens"
                 )
-            if routes is not None:
-                parts.append(routes)
-            covered += got
+            parts.append(segment.routed_experts)
+            covered += want
         return np.concatenate(parts)
 
 

@@ -65,6 +65,14 @@ def test_the_routes_of_every_segment_are_joined() -> None:
     np.testing.assert_array_equal(got, routes_of(0, 10), strict=True)
 
 
+def test_a_segment_covers_what_the_one_before_it_could_not_record() -> None:
+    """A request that is ended while it waits in the server has tokens and no routes."""
+    lost = dataclasses.replace(sampled(0, 4, 2), routed_experts=None)
+    got = trajectory((lost, sampled(0, 5, 1), lost)).routed_experts
+    assert got is not None
+    np.testing.assert_array_equal(got, routes_of(0, 5))
+
+
 def test_a_trajectory_without_recorded_routes_has_none() -> None:
     bare = tuple(dataclasses.replace(s, routed_experts=None) for s in INTERRUPTED)
     assert trajectory(bare).routed_experts is None
@@ -77,7 +85,7 @@ def test_a_trajectory_without_recorded_routes_has_none() -> None:
         ((sampled(0, 5, 2),), r"t has routed experts of 5 positions instead of 4: 0 to 4 of its 5 tokens"),
         ((sampled(0, 3, 2),), r"3 positions instead of 4"),
         ((sampled(0, 4, 2), sampled(0, 5, 1)), r"5 positions instead of 1: 4 to 5 of its 6"),
-        ((dataclasses.replace(sampled(0, 4, 2), routed_experts=None), sampled(0, 5, 1)), r"0 positions instead of 4"),
+        ((dataclasses.replace(sampled(0, 4, 2), routed_experts=None), sampled(4, 5, 1)), r"1 positions instead of 5"),
         ((dataclasses.replace(EMPTY, routed_experts=routes_of(0, 2)), sampled(2, 4, 2)), r"2 positions instead of 0"),
     ],
     ids=["last token too", "one short", "again from the start", "one segment without", "of no token"],
