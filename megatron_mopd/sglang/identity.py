@@ -36,7 +36,7 @@ BROADCAST = (
 )
 _NO_TOKEN = (1 << 31) - 1
 _VOCABULARY_REFUSAL = re.compile(r"valid range is \[0, (\d+)\)")
-_SMALL = re.compile(r".*(norm|layernorm|\.gate|e_score_correction_bias)(\.weight|\.bias)?")
+_SMALL = re.compile(r".*(norm|\.gate|\.router|e_score_correction_bias)(\.weight|\.bias)?")
 """Norms and routers: every rank has them whole, no server fuses them."""
 _ATTENTION_OUTPUT = re.compile(r".*\.o_proj\.weight")
 """Split over columns by tensor parallelism. Training moves it even where it leaves norms as they were."""
@@ -102,10 +102,12 @@ async def first_difference(client: Client, url: str, checkpoint: Path) -> str | 
 
     served = await read_checksums(client, url, skip=("experts",))
     tensors = Tensors(checkpoint)
-    names_of_server = {name for rank in served.ranks for name in rank if _SMALL.fullmatch(name)}
-    names = _fingerprint({*tensors.names, *names_of_server})
-    held = set(tensors.names)
-    return next((name for name in names if name not in held or not _is_served(served, name, tensors[name])), None)
+    of_checkpoint, of_server = set(tensors.names), {name for rank in served.ranks for name in rank}
+    common = _fingerprint(of_checkpoint & of_server)
+    if not common:
+        raise UserError(f"server {url} has no tensor of {checkpoint}; start it on a checkpoint of this architecture")
+    extra = [name for name in sorted(of_server - of_checkpoint) if _SMALL.fullmatch(name)]
+    return next((name for name in common if not _is_served(served, name, tensors[name])), *extra[:1] or [None])
 
 
 def _fingerprint(names: Iterable[str]) -> list[str]:

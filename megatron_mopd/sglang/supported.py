@@ -7,10 +7,19 @@ from pathlib import Path
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
+from megatron_mopd.sglang.placement import teacher_servers
 
 ALL_SPARSE = ("Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM")
 """SGLang's models/qwen3_moe.py and qwen2_moe.py make every layer a layer of experts, and leave those of a layer that is
 dense in the checkpoint as the memory was."""
+
+
+COSMETIC = {
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "output_router_logits"),
+    *("router_aux_loss_coef", "max_position_embeddings"),
+}
+"""Of config.json: what changes no log-prob."""
 
 
 def check_checkpoints(config: Config) -> None:
@@ -21,6 +30,22 @@ def check_checkpoints(config: Config) -> None:
     if config.teachers.backend == "sglang":
         for i, teacher in enumerate(config.teachers.models):
             _check(teacher.checkpoint, f"teachers.models.{i} ({teacher.name})", "teachers.backend")
+        _check_shared_servers(config)
+
+
+def _check_shared_servers(config: Config) -> None:
+    """A server keeps the config.json that it was started with when it loads the weights of another teacher."""
+    checkpoints = {teacher.name: teacher.checkpoint for teacher in config.teachers.models}
+    first_of: dict[str, str] = {}
+    for teacher, server in teacher_servers(config).items():
+        first = first_of.setdefault(server, teacher)
+        ours, theirs = read_hf_config(checkpoints[first]), read_hf_config(checkpoints[teacher])
+        for key in sorted((ours.keys() | theirs.keys()) - COSMETIC):
+            if ours.get(key) != theirs.get(key):
+                raise UserError(
+                    f"teachers {first} and {teacher} share a server, but their config.json differ in {key}: "
+                    f"{ours.get(key)!r} and {theirs.get(key)!r}; set sglang.teachers.num_servers=null for one each"
+                )
 
 
 def _check(folder: Path, key: str, option: str) -> None:
