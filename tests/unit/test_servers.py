@@ -213,8 +213,9 @@ def test_servers_of_mopd_serve_are_used_if_they_are_the_ones_needed(tmp_path: Pa
 
 STAND_IN = """
 import logging, os, signal, subprocess, sys, time
-logging.basicConfig(level=logging.INFO)
+logging.basicConfig(level=logging.INFO, format="%(message)s %(args)s")
 logging.info("server_args=%s", sys.argv)
+logging.info("%s of %s", 1, 2)
 if "--fail" in sys.argv:
     sys.exit(7)
 def in_order(*_):
@@ -329,3 +330,4 @@ def test_the_key_is_neither_in_the_command_line_nor_in_the_log(children: Any) ->
     group = child.group()
     assert not any("sesame" in word for p in group for word in p.cmdline())
     assert "'--api-key', '***'" in child.log.read_text()
+    assert "1 of 2 (1, 2)" in child.log.read_text()  # formatters of other records find what they look for
