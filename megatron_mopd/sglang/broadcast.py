@@ -96,10 +96,11 @@ class Broadcaster:
             url_of = endpoints(self._config.run.folder)
             urls = tuple(url_of[name] for name in names)
         found, reasons = [], []
+        probe_s = min(_PROBE_SILENCE_S, self._config.sglang.request_timeout_s)
 
         async def look(client: Client, url: str) -> None:
             try:
-                found.append(Server.of(url, await client.get(url, "/server_info", _PROBE_SILENCE_S)))
+                found.append(Server.of(url, await client.get(url, "/server_info", probe_s)))
             except ServerDown as error:
                 reasons.append(str(error))
 
