@@ -100,8 +100,7 @@ class Client:
                 raise
             if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
                 raise UserError(f"{url} is not a URL such as http://127.0.0.1:30000") from None
-            reason = str(error) or f"no answer for {silence_s:g} s"
-            raise ServerDown(url, reason) from error
+            raise ServerDown(url, _reason(error, silence_s)) from error
 
     def _open(self) -> aiohttp.ClientSession:
         """Made on first use: a session belongs to the event loop that it was made in."""
@@ -112,6 +111,14 @@ class Client:
                 read_bufsize=_READ_BYTES,
             )
         return self._session
+
+
+def _reason(error: Exception, silence_s: float) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "cannot connect"
+    if isinstance(error, TimeoutError):
+        return f"no answer for {silence_s:g} s"
+    return str(error) or type(error).__name__
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
