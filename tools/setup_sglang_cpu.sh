@@ -54,7 +54,10 @@ pip_install --no-build-isolation -e "$plugin"
 pip_install --no-deps sglang torchvision triton
 "$venv/bin/python" "$plugin/torchvision_schemas.py"
 
-# The whole server imports, and its modules are compiled now and not in the first start.
-SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -W ignore -c 'import sglang.srt.entrypoints.http_server' >"$venv/.check.log" 2>&1 ||
+# The whole server imports, and its modules are compiled now and not in each start.
+unset PYTHONDONTWRITEBYTECODE
+export SGLANG_USE_CPU_ENGINE=1
+server="sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.registry"
+"$venv/bin/python" -W ignore -c "import $server" >"$venv/.check.log" 2>&1 ||
     fail "SGLang does not import: $(tail -n 1 "$venv/.check.log") (see $venv/.check.log)"
 echo "$wanted" >"$stamp"
