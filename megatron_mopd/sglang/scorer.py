@@ -51,30 +51,30 @@ class SGLangScorer:
                 "set rollout.temperature=1, or teachers.backend=embedded"
             )
         self._client = Client(settings.request_timeout_s, api_key)
-        self._servers: dict[str, TeacherServer] = {}
+        self.servers: dict[str, TeacherServer] = {}
         for place in places:
             hope = check_hope if place.may_load else lambda: None
             server = TeacherServer(place, self._client, settings, min_input_tokens=min_input_tokens, check_hope=hope)
-            self._servers |= dict.fromkeys(place.checkpoints, server)
+            self.servers |= dict.fromkeys(place.checkpoints, server)
         self._vocab_size = {t: read_hf_config(c)["vocab_size"] for p in places for t, c in p.checkpoints.items()}
 
     async def start(self) -> None:
         """Return once every server is up and is the right one; wait for those that are not, `start_timeout_s`."""
-        await asyncio.gather(*(server.start() for server in set(self._servers.values())))
+        await asyncio.gather(*(server.start() for server in set(self.servers.values())))
 
     async def score(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
-        if teacher not in self._servers:
-            raise UserError(f"no teacher named {teacher}; known: {', '.join(self._servers)}")
-        server = self._servers[teacher]
+        if teacher not in self.servers:
+            raise UserError(f"no teacher named {teacher}; known: {', '.join(self.servers)}")
+        server = self.servers[teacher]
         for request in requests:
             self._check(teacher, server, request)
-        posts = list(_posts(requests, server.facts.prefill_tokens))
+        sent = list(posts(requests, server.facts.prefill_tokens))
         tasks = [
-            asyncio.create_task(_score_together(server, teacher, [requests[row] for row in rows])) for rows in posts
+            asyncio.create_task(_score_together(server, teacher, [requests[row] for row in rows])) for rows in sent
         ]
         scores = [np.zeros(0, np.float32)] * len(requests)
         try:
-            for rows, scored in zip(posts, await asyncio.gather(*tasks), strict=True):
+            for rows, scored in zip(sent, await asyncio.gather(*tasks), strict=True):
                 for row, logprobs in zip(rows, scored, strict=True):
                     scores[row] = logprobs
         finally:
@@ -83,7 +83,7 @@ class SGLangScorer:
         return scores
 
     async def close(self) -> None:
-        await asyncio.gather(*(server.close() for server in set(self._servers.values())))
+        await asyncio.gather(*(server.close() for server in set(self.servers.values())))
         await self._client.close()
 
     def _check(self, teacher: str, server: TeacherServer, request: ScoreRequest) -> None:
@@ -130,7 +130,7 @@ def _length(request: ScoreRequest) -> int:
     return len(request.prompt_ids) + len(request.response_ids)
 
 
-def _posts(requests: Sequence[ScoreRequest], max_tokens: int) -> Iterator[list[int]]:
+def posts(requests: Sequence[ScoreRequest], max_tokens: int) -> Iterator[list[int]]:
     """Rows that travel together: about `max_tokens` tokens, at least one row. Rows without a response need none."""
     seen: Counter[tuple[int, ...]] = Counter()
     order: list[tuple[int, tuple[int, ...], int]] = []
