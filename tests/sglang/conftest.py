@@ -6,22 +6,17 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running import WAIT_S, Server, Servers, StartServers
 from tiny import write_checkpoint
 
 from megatron_mopd.config import Config
-from megatron_mopd.sglang import files
-from megatron_mopd.sglang.launch import check_keeper, endpoints, servers
+from megatron_mopd.sglang.launch import endpoints, servers
 from megatron_mopd.yaml_tree import overlay
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +28,6 @@ TINY_SERVER = {
     "watchdog_timeout": 300,
 }
 START_S = 180.0
-WAIT_S = 400.0
-"""For a server, with the starts of others before it: one at a time on a machine."""
 
 
 TEST_S = 600
@@ -45,42 +38,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.timeout(TEST_S))  # a marker of the test itself counts more
-
-
-@dataclass(frozen=True)
-class Servers:
-    """Servers that a keeper keeps for the run in `config.run.folder`."""
-
-    config: Config
-    urls: Mapping[str, str]
-
-    def pid(self, name: str) -> int | None:
-        """Leader of the server's process group."""
-        return files.read_endpoint(self.config.run.folder, name)["pid"]
-
-    def kill(self, name: str) -> None:
-        pid = self.pid(name)
-        assert pid is not None, f"{name} has not been started"
-        os.killpg(pid, signal.SIGKILL)
-
-    def wait_healthy(self, name: str, timeout_s: float = WAIT_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_ready(self.urls[name]):
-            check_keeper(self.config.run.folder)
-            assert time.monotonic() < deadline, f"{name} is not healthy after {timeout_s} s"
-            time.sleep(0.2)
-
-
-@dataclass(frozen=True)
-class Server:
-    """The server of the session. A test leaves it with the weights of `checkpoint`."""
-
-    url: str
-    checkpoint: Path
-    config: Config
-
-
-StartServers = Callable[..., AbstractContextManager[Servers]]
 
 
 @pytest.fixture(scope="session")
@@ -151,11 +108,3 @@ def start_servers(make_config: Callable[..., Config]) -> StartServers:
 def student(start_servers: StartServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with start_servers(tmp_path_factory.mktemp("session") / "run", rollout={"router_replay": True}) as started:
         yield Server(started.urls["student-0"], started.config.student.checkpoint, started.config)
-
-
-def is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=10) as reply:
-            return reply.status == 200
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False

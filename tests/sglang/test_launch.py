@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, StartServers
+from running import StartServers
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
@@ -26,6 +26,7 @@ from megatron_mopd.sglang.launch import check_keeper, endpoints, servers
 from megatron_mopd.telemetry.record import replace_file
 
 pytestmark = pytest.mark.sglang
+ROOT = Path(__file__).parents[2]
 START_S = 400.0
 """Longer than it takes: one server starts at a time on a machine."""
 END_S = 20.0
