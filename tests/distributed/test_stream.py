@@ -82,7 +82,7 @@ def other_side(host: str, port: int, name: str, size: int) -> Any:
         [],
         torch.distributed.Backend("gloo"),
         PrefixStore(name, store),
-        group_name=name,
+        group_name=distributed_c10d.GroupName(name),
         timeout=distributed_c10d.default_pg_timeout,
     )
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
@@ -99,14 +99,14 @@ def hang_up() -> tuple[list[int], str]:
     tensor = torch.arange(5) * (1 - dist.get_rank())
     if dist.get_rank() == 0:
         outer = OuterGroup("127.0.0.1", 2, timeout_s=30.0)
-        box = [(outer.host, outer.port, outer.name)]
+        box = [(outer.host, outer.port, outer.name, outer.size)]
         dist.broadcast_object_list(box)
         outer.connect()
         outer.broadcast(tensor)
         outer.close()
         return tensor.tolist(), ""
     dist.broadcast_object_list(box)
-    group = other_side(*box[0], 2)
+    group = other_side(*box[0])
     dist.broadcast(tensor, src=0, group=group)
     try:
         dist.broadcast(torch.zeros(5), src=0, group=group)

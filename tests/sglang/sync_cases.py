@@ -76,12 +76,12 @@ def publish(config: Config, step: int, strike: tuple[int, int] | None = None) ->
     trainer.learner.step = step
     send, num_sent = Sender.send, 0
 
-    def send_and_strike(sender: Any, bucket: Any) -> None:
+    def send_and_strike(self: Sender, bucket: Any) -> None:
         nonlocal num_sent
         num_sent += 1
         if strike is not None and num_sent == 3 and dist.get_rank() == 0:
             os.killpg(*strike)
-        send(sender, bucket)
+        send(self, bucket)
 
     Sender.send = send_and_strike
     try:
