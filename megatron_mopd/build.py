@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_mopd.mcore.learner import Learner
     from megatron_mopd.prompts.render import Renderer
     from megatron_mopd.prompts.source import PromptSource
+    from megatron_mopd.sglang.engine import FetchWeights
     from megatron_mopd.teachers.lanes import Lane
     from megatron_mopd.teachers.router import Router
     from megatron_mopd.telemetry.run_log import RunLog
@@ -60,9 +62,13 @@ class TrainerParts:
         from megatron_mopd.mcore.parallel import on_rank_zero
         from megatron_mopd.mcore.publish import FolderPublisher
 
-        while not on_rank_zero(lambda: self.driver and self.driver.request(request)):
+        while not on_rank_zero(partial(self._ask, request)):  # a server missed what was broadcast
             folder = FolderPublisher(self.config.run.folder).publish(self.learner)
             request = replace(request, weights=folder)
+
+    def _ask(self, request: StepRequest) -> bool:
+        assert self.driver is not None
+        return self.driver.request(request)
 
     def report(self, metrics: StepMetrics, seconds: Mapping[str, float]) -> None:
         if self.log is not None:
@@ -147,7 +153,7 @@ class DriverParts:
     store: TrajectoryStore
 
 
-def driver_parts(config: Config) -> DriverParts:
+def driver_parts(config: Config, fetch_weights: FetchWeights) -> DriverParts:
     from megatron_mopd.prompts.files import read_prompts
     from megatron_mopd.prompts.render import Renderer
     from megatron_mopd.prompts.source import PromptSource
@@ -160,7 +166,7 @@ def driver_parts(config: Config) -> DriverParts:
         cells=config.prompts.cells,
         source=PromptSource(read_prompts(config.prompts.files), config.prompts, config.run.seed),
         renderer=renderer,
-        sampling=sampling(config, renderer.tokenizer),
+        sampling=sampling(config, renderer.tokenizer, fetch_weights),
         router=Router(config.teachers.models, config.prompts.cells),
         scorer=scorer,
         lanes={t.name: Lane(t.name, scorer, config.teachers.batch_tokens) for t in config.teachers.models},
@@ -168,12 +174,12 @@ def driver_parts(config: Config) -> DriverParts:
     )
 
 
-def sampling(config: Config, tokenizer: object) -> Sampling:
+def sampling(config: Config, tokenizer: object, fetch_weights: FetchWeights | None = None) -> Sampling:
     """The student's rollout engine, starting from student.checkpoint, with the environments."""
     environments = load_environments(config.environments, tokenizer)
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     return Sampling(
-        rollout_engine(config),
+        rollout_engine(config, fetch_weights),
         environments,
         config.rollout.max_response_tokens,
         vocab_size=hf_config["vocab_size"],
@@ -181,11 +187,11 @@ def sampling(config: Config, tokenizer: object) -> Sampling:
     )
 
 
-def rollout_engine(config: Config) -> RolloutEngine:
+def rollout_engine(config: Config, fetch_weights: FetchWeights | None) -> RolloutEngine:
     if config.rollout.engine == "sglang":
         from megatron_mopd.sglang.engine import student_engine
 
-        return student_engine(config)
+        return student_engine(config, fetch_weights)
     from megatron_mopd.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine(

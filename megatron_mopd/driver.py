@@ -77,7 +77,7 @@ def _cell_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
 async def serve(config: Config, link: Link) -> None:
     """Answer step requests until the trainer hangs up; a step that cannot be made is answered with its reason."""
     try:
-        driver = Driver(build.driver_parts(config))
+        driver = Driver(build.driver_parts(config, link.fetch_weights))
     except UserError as error:
         return await _refuse(link, error)
     engine, scorer = driver.parts.sampling.engine, driver.parts.scorer

@@ -33,6 +33,8 @@ class Link:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._requests: asyncio.Queue[StepRequest | None] = asyncio.Queue()
+        self._open_step = 0
+        self._step_is_open = asyncio.Event()
         self._reading = asyncio.create_task(self._read(reader))
 
     @classmethod
@@ -41,22 +43,27 @@ class Link:
 
     async def receive(self) -> StepRequest | None:
         """The next request, or None when the trainer has hung up."""
-        return await self._requests.get()
+        request = await self._requests.get()
+        if request is not None:
+            self._open_step = request.step
+            self._step_is_open.set()
+        return request
 
     async def reply(self, step: int, error: str | None = None) -> None:
+        self._step_is_open.clear()
         self._writer.write(json.dumps({"step": step, **({"error": error} if error else {})}).encode() + b"\n")
         await self._writer.drain()
 
-    async def weights_folder(self, step: int) -> Path:
-        """Ask for the weights of `step` as a folder, in the middle of it; servers lost what was broadcast to them."""
-        self._writer.write(json.dumps({"step": step, "needs": "weights"}).encode() + b"\n")
+    async def fetch_weights(self) -> tuple[int, Path]:
+        """Ask for the weights of the step that is being made as a folder, for a server that was not there when they
+        were broadcast; wait for the next step where none is. Returns their version and the folder."""
+        await self._step_is_open.wait()
+        self._writer.write(json.dumps({"step": self._open_step, "needs": "weights"}).encode() + b"\n")
         await self._writer.drain()
         request = await self._requests.get()
-        if request is None:
+        if request is None or request.weights is None:
             raise ConnectionResetError("the trainer has hung up")
-        assert request.step == step, f"asked for the weights of step {step}, got {request}"
-        assert request.weights is not None
-        return Path(request.weights)
+        return request.weight_version, Path(request.weights)
 
     async def closed(self) -> None:
         await self._reading

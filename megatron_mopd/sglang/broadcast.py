@@ -14,8 +14,9 @@ sent once more, to the others.
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from megatron_mopd.sglang.sender import Sender, Server, Servers, buckets
 from megatron_mopd.sglang.weights import begin_update, end_update, version_name
 
 _PROBE_SILENCE_S = 60.0
+_LOOK_AGAIN_S = 1.0
 
 Result = TypeVar("Result")
 
@@ -47,6 +49,7 @@ class Broadcaster:
         """Servers that did not get the last version; known on rank 0."""
         self._config, self._bucket_bytes = config, bucket_bytes
         self._requests = Servers(config.sglang.request_timeout_s, api_key(config))
+        self._has_published = False
         self._stream: HfStream | None = None
         self._servers: list[Server] = []
         self._sender: Sender | None = None
@@ -88,13 +91,33 @@ class Broadcaster:
         for owner in stream.owners:
             self._send(stream, owner)
         self._on(0, lambda: self._at_all(lambda client, url: end_update(client, url, version)))
+        self._has_published = True
 
     def _find_servers(self) -> list[Server]:
-        """Those that answer."""
-        urls = self._config.sglang.student.urls
-        if names := student_servers(self._config):
-            url_of = endpoints(self._config.run.folder)
-            urls = tuple(url_of[name] for name in names)
+        """Those that answer. For the first version that is all of them: they may still be starting."""
+        deadline = time.monotonic() + (0 if self._has_published else self._config.sglang.start_timeout_s)
+        while True:
+            urls = self._urls()
+            found, reasons = self._look_at(urls)
+            if not reasons or time.monotonic() >= deadline:
+                break
+            time.sleep(_LOOK_AGAIN_S)
+        self.num_left_out = len(reasons)
+        if not found:
+            raise UserError(f"no server is there to take the weights: {'; '.join(reasons)}")
+        for reason in reasons:
+            _warn(f"{reason}; it gets no weights until it is back")
+        return sorted(found, key=lambda server: urls.index(server.url))
+
+    def _urls(self) -> Sequence[str]:
+        names = student_servers(self._config)
+        if not names:
+            return self._config.sglang.student.urls
+        url_of = endpoints(self._config.run.folder)
+        return [url_of[name] for name in names]
+
+    def _look_at(self, urls: Sequence[str]) -> tuple[list[Server], list[str]]:
+        """The servers that are there, and what is known of the others."""
         found, reasons = [], []
         probe_s = min(_PROBE_SILENCE_S, self._config.sglang.request_timeout_s)
 
@@ -105,12 +128,7 @@ class Broadcaster:
                 reasons.append(str(error))
 
         self._requests.at_all(urls, look)
-        self.num_left_out = len(reasons)
-        if not found:
-            raise UserError(f"no server is there to take the weights: {'; '.join(reasons)}")
-        for reason in reasons:
-            _warn(f"{reason}; it gets no weights until it is back")
-        return sorted(found, key=lambda server: urls.index(server.url))
+        return found, reasons
 
     def _connect(self) -> None:
         self._sender = Sender(self._servers, self._requests)

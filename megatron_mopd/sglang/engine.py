@@ -49,7 +49,11 @@ class _Weights:
     folder: Path | None
 
 
-def student_engine(config: Config) -> SGLangEngine:
+FetchWeights = Callable[[], Awaitable[tuple[int, Path]]]
+"""The version that is being sampled, and a folder with its weights."""
+
+
+def student_engine(config: Config, fetch_weights: FetchWeights | None) -> SGLangEngine:
     """On the given servers, or on those that are kept for the run."""
     folder, urls = config.run.folder, config.sglang.student.urls
     if names := student_servers(config):
@@ -65,6 +69,7 @@ def student_engine(config: Config) -> SGLangEngine:
         router_replay=config.rollout.router_replay,
         min_input_tokens=config.rollout.max_response_tokens,
         api_key=api_key(config),
+        fetch_weights=fetch_weights,
         check_hope=(lambda: check_keeper(folder)) if names else (lambda: None),
     )
 
@@ -73,8 +78,8 @@ class SGLangEngine:
     """Implements protocols.RolloutEngine, and beyond it `abort`, `pause` and `resume`.
 
     Before the first `update_weights`, the servers are given `checkpoint` when something is to be sampled. `run` tells
-    the weight versions of this run from those of others. `check_hope()` raises UserError where a dead server will not
-    come back.
+    the weight versions of this run from those of others. `fetch_weights()` gives weights that were broadcast to a
+    server that was not there. `check_hope()` raises UserError where a dead server will not come back.
     """
 
     def __init__(
@@ -90,9 +95,11 @@ class SGLangEngine:
         router_replay: bool = False,
         min_input_tokens: int = 1,
         api_key: str | None = None,
+        fetch_weights: FetchWeights | None = None,
         check_hope: Callable[[], None] = lambda: None,
     ):
         self.weight_version = weight_version
+        self._fetch_weights, self._fetching = fetch_weights, asyncio.Lock()
         self._checkpoint, self._settings, self._run = checkpoint, settings, run
         self._min_input_tokens = min_input_tokens
         hf_config = read_hf_config(checkpoint)
@@ -101,6 +108,7 @@ class SGLangEngine:
         if router_replay:
             self._routed_shape = (hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"])
         self._weights: _Weights | None = None
+        self._fetched: tuple[str, Path] | None = None
         self._client = Client(settings.request_timeout_s, api_key)
         self._generation = Generation(self._client, temperature, top_p)
         self._fleet = Fleet(
@@ -139,7 +147,8 @@ class SGLangEngine:
         return run.log.segment
 
     async def update_weights(self, folder: Path | None, weight_version: int) -> None:
-        """`folder` None: the servers have the weights already; one that has not gets no work until the next update.
+        """`folder` None: the servers have the weights already; one that has not loads them from a folder that
+        `fetch_weights` gives, and gets no work without.
 
         Raises ValueError for a version that goes backwards, UserError where a server cannot serve it.
         """
@@ -150,7 +159,7 @@ class SGLangEngine:
             weights = self._weights = _Weights(version_name(self._run, weight_version), folder)
             self._fleet.forget_prefixes()
             await self._everywhere(lambda url: self._load(url, weights))
-            if folder is None and not self._fleet.urls:
+            if folder is None and not self._fleet.urls and self._fetch_weights is None:
                 raise UserError(f"no student server serves {weights.name!r}, which was to be broadcast to them")
             self.weight_version, self._failed_update = weight_version, None
 
@@ -297,12 +306,26 @@ class SGLangEngine:
             raise ServerDown(url, str(error)) from error
 
     async def _load(self, url: str, weights: _Weights) -> None:
-        if weights.folder is not None:
-            await load_folder(self._client, url, weights.folder, weights.name)
-            if self._settings.check_weights:
-                await check_folder(self._client, url, weights.folder)
-        elif (served := await read_version(self._client, url)) != weights.name:
-            raise ServerDown(url, f"serves {served!r}; {weights.name!r} was not broadcast to it")
+        folder = weights.folder
+        if folder is None and await read_version(self._client, url) != weights.name:
+            folder = await self._fetch(url, weights)
+        if folder is not None:
+            await load_folder(self._client, url, folder, weights.name)
+        if self._settings.check_weights:
+            await check_folder(self._client, url, folder or await self._fetch(url, weights))
+
+    async def _fetch(self, url: str, weights: _Weights) -> Path:
+        """One folder for all servers that missed the broadcast of `weights`."""
+        if self._fetch_weights is None:
+            raise ServerDown(url, f"has not got {weights.name!r}, which was broadcast")
+        async with self._fetching:
+            if self._fetched is None or self._fetched[0] != weights.name:
+                version, folder = await self._fetch_weights()
+                self._fetched = version_name(self._run, version), folder
+        name, folder = self._fetched
+        if name != weights.name:
+            raise ServerDown(url, f"{name!r} has taken the place of {weights.name!r}")
+        return folder
 
     async def _continue(self, url: str) -> None:
         await self._client.post(url, "/continue_generation", {})
