@@ -60,7 +60,7 @@ PAIRS = (
 
 
 CAPTION = (
-    "mean and max of |first - second|, in nats; KL(first || second) per sampled token; Q1 to Q4: the mean by quarter of "
+    "mean and max of |first - second|, in nats; KL(first || second) per sampled token; Q1 to Q4: mean by quarter of "
     "the response; same, other: where the learner chooses the experts that SGLang chose in every layer, and elsewhere"
 )
 
@@ -123,7 +123,7 @@ def measure(config: Config, cases: Sequence[Case]) -> Measurement:
 
 
 async def _on_sglang(config: Config, cases: Sequence[Case]) -> tuple[list[Trajectory], dict[str, list[np.ndarray]]]:
-    engine = build.rollout_engine(config)
+    engine = build.rollout_engine(config, fetch_weights=None)
     try:
         await engine.start()
         trajectories = await asyncio.gather(*(_roll_out(engine, i, case) for i, case in enumerate(cases)))
@@ -214,7 +214,7 @@ def config_of(checkpoint: Path, folder: Path, max_response_tokens: int, override
 
 def as_dict(result: Measurement) -> dict[str, Any]:
     batch = result.batch
-    responses = np.add.reduceat(np.append(batch.loss_mask, False), batch.offsets[:-1])
+    responses = batch.loss_tokens
     return {
         "trajectories": len(batch),
         "sampled_tokens": int(batch.loss_mask.sum()),
