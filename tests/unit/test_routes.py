@@ -18,7 +18,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.mcore.options import check_router_replay, split_megatron_table
 from megatron_mopd.mcore.packing import pack
 from megatron_mopd.preflight import check_rollout
-from megatron_mopd.protocols import Observation, SampleRequest
+from megatron_mopd.protocols import Observation, SampleRequest, ScoreRequest
 from megatron_mopd.rollout.sampler import Sampling, sample
 from megatron_mopd.store import TrajectoryStore
 from megatron_mopd.types import Batch, Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
@@ -279,3 +279,8 @@ def test_an_engine_that_records_nothing_is_refused(make_config: Callable[..., Co
     with pytest.raises(UserError, match=r"the embedded engine records no routes; set rollout\.engine=sglang"):
         check_rollout(make_config(router_replay=True), table, HF_CONFIG)
     check_rollout(make_config(), table, HF_CONFIG)
+
+
+def test_a_teacher_is_told_tokens_and_no_routes() -> None:
+    """NeMo #4083: a teacher that replays the student's routes scores another model."""
+    assert [f.name for f in dataclasses.fields(ScoreRequest)] == ["trajectory_id", "prompt_ids", "response_ids"]
