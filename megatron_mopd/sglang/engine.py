@@ -107,6 +107,8 @@ class SGLangEngine:
         self._routed_shape = None
         if router_replay:
             self._routed_shape = (hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"])
+        self._max_tokens: dict[str, int] = {}
+        """Of a request with its response, by server."""
         self._weights: _Weights | None = None
         self._fetched: tuple[str, Path] | None = None
         self._client = Client(settings.request_timeout_s, api_key)
@@ -207,6 +209,12 @@ class SGLangEngine:
         for token in (min(ids), max(ids)):
             if not 0 <= token < self._vocab_size:  # SGLang dies of it
                 raise UserError(f"{name}: {token} is no token of the student, whose vocabulary has {self._vocab_size}")
+        most = min(self._max_tokens.values())
+        if len(ids) + request.max_new_tokens > most:
+            raise UserError(
+                f"{name}: {len(ids)} + {request.max_new_tokens} tokens are more than the {most} that a student server "
+                "takes; raise its context_length or max_total_tokens, or lower rollout.max_response_tokens"
+            )
 
     def _new_log(self, request: SampleRequest) -> TokenLog:
         name = self._weights.name if self._weights is not None else ""
@@ -282,7 +290,7 @@ class SGLangEngine:
         arguments = {"incremental_streaming_output": True}
         if self._routed_shape is not None:
             arguments["enable_return_routed_experts"] = True
-        await check_server(
+        facts = await check_server(
             self._client,
             url,
             self._checkpoint,
@@ -290,6 +298,7 @@ class SGLangEngine:
             arguments=arguments,
             min_input_tokens=self._min_input_tokens,
         )
+        self._max_tokens[url] = facts.max_input_tokens
         await self._continue(url)  # whoever used it before may have left it paused
         weights = None
         while weights is not self._weights:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM
 from megatron_mopd.protocols import RolloutEngine, SampleRequest
 from megatron_mopd.types import Segment
 
+Engine = TypeVar("Engine", bound=RolloutEngine)
 MakeEngine = Callable[..., RolloutEngine]
 GREEDY = {"top_p": 1e-9}
 
 
-def run(engine: RolloutEngine, work: Callable[[RolloutEngine], Awaitable[Any]]) -> Any:
+def run(engine: Engine, work: Callable[[Engine], Awaitable[Any]]) -> Any:
     async def body() -> Any:
         try:
             await engine.start()
