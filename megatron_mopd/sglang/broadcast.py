@@ -32,6 +32,7 @@ from megatron_mopd.sglang.sender import Sender, Server, Servers, buckets
 from megatron_mopd.sglang.weights import begin_update, end_update, version_name
 
 _PROBE_SILENCE_S = 60.0
+_PROBE_INTERVAL_S = 0.5
 _LOOK_AGAIN_S = 1.0
 
 Result = TypeVar("Result")
@@ -51,6 +52,7 @@ class Broadcaster:
         self._requests = Servers(config.sglang.request_timeout_s, api_key(config))
         self._has_published = False
         self._stream: HfStream | None = None
+        self._published = False
         self._servers: list[Server] = []
         self._sender: Sender | None = None
         """To all of `_servers`, where this rank owns weights."""
@@ -73,6 +75,7 @@ class Broadcaster:
                 self._attempt(self._stream, version)
             except _BrokenOff as error:
                 raise UserError(f"the servers did not take the weights of step {learner.step}: {error}") from None
+        self._published = True
 
     def close(self) -> None:
         """Leave the servers' groups."""
@@ -94,36 +97,41 @@ class Broadcaster:
         self._has_published = True
 
     def _find_servers(self) -> list[Server]:
-        """Those that answer. For the first version that is all of them: they may still be starting."""
-        deadline = time.monotonic() + (0 if self._has_published else self._config.sglang.start_timeout_s)
+        """Those that answer. Waits for all of them at first, as they may just be starting; later for one of them."""
+        table = self._config.sglang
+        patience_s = table.recovery_timeout_s if self._published else table.start_timeout_s
+        deadline = time.monotonic() + patience_s
         while True:
             urls = self._urls()
-            found, reasons = self._look_at(urls)
-            if not reasons or time.monotonic() >= deadline:
+            found, reasons = self._look(urls)
+            if not reasons or (found and self._published):
                 break
-            time.sleep(_LOOK_AGAIN_S)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_PROBE_INTERVAL_S)
         self.num_left_out = len(reasons)
         if not found:
-            raise UserError(f"no server is there to take the weights: {'; '.join(reasons)}")
+            raise UserError(f"no server took the weights within {patience_s:g} s: {'; '.join(reasons)}")
         for reason in reasons:
             _warn(f"{reason}; it gets no weights until it is back")
         return sorted(found, key=lambda server: urls.index(server.url))
 
     def _urls(self) -> Sequence[str]:
-        names = student_servers(self._config)
-        if not names:
+        """Raises UserError where servers were to be kept and will not come back."""
+        if not (names := student_servers(self._config)):
             return self._config.sglang.student.urls
         url_of = endpoints(self._config.run.folder)
         return [url_of[name] for name in names]
 
-    def _look_at(self, urls: Sequence[str]) -> tuple[list[Server], list[str]]:
-        """The servers that are there, and what is known of the others."""
-        found, reasons = [], []
-        probe_s = min(_PROBE_SILENCE_S, self._config.sglang.request_timeout_s)
+    def _look(self, urls: Sequence[str]) -> tuple[list[Server], list[str]]:
+        """Servers that answer, and why the others do not."""
+        found: list[Server] = []
+        reasons: list[str] = []
+        silence_s = min(_PROBE_SILENCE_S, self._config.sglang.request_timeout_s)
 
         async def look(client: Client, url: str) -> None:
             try:
-                found.append(Server.of(url, await client.get(url, "/server_info", probe_s)))
+                found.append(Server.of(url, await client.get(url, "/server_info", silence_s)))
             except ServerDown as error:
                 reasons.append(str(error))
 

@@ -177,9 +177,9 @@ def test_broadcast_without_a_server_is_refused(server: Server, ranks: Pools):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        config = trainer_config(server, "PP2", student={"urls": [url]})
+        config = trainer_config(server, "PP2", student={"urls": [url]}, start_timeout_s=1.0)
         for message in ranks(2)(sync_cases.refusal, config):
-            assert f"no server is there to take the weights: {url} is down" in message
+            assert f"no server took the weights within 1 s: {url} is down" in message
 
 
 def test_check_names_what_is_not_served(server: Server, tmp_path: Path):
