@@ -125,7 +125,7 @@ class Running:
         self.folder.mkdir()
         replace_file(self.folder / "config.yaml", config.dump())
         words = [sys.executable, *command, str(self.folder / "config.yaml")]
-        self.process = psutil.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def server_processes(self) -> list[psutil.Process]:
         """Once the server has spawned its scheduler."""
@@ -133,7 +133,9 @@ class Running:
         return processes_of(self.folder)
 
     def keeper(self) -> psutil.Process:
-        return next(p for p in self.process.children() if "megatron_mopd.sglang.keeper" in p.cmdline())
+        return next(
+            p for p in psutil.Process(self.process.pid).children() if "megatron_mopd.sglang.keeper" in p.cmdline()
+        )
 
 
 @pytest.fixture
@@ -146,9 +148,7 @@ def run(make_config: Callable[..., Config], tmp_path: Path) -> Iterator[Callable
 
     yield start
     for running in started:
-        for process in [running.process, *running.process.children(), *processes_of(running.folder)]:
-            if process.is_running():
-                process.kill()
+        running.process.kill()  # what it has started ends with it
         running.process.communicate()
 
 
