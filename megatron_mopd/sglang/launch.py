@@ -5,7 +5,6 @@ The work is the keeper's, a process of its own (`keeper.py`), so that no end of 
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.link import environment_without_torchrun
 from megatron_mopd.sglang import files
 from megatron_mopd.sglang.arguments import ServerSpec, api_key, check_servers, server_specs
 from megatron_mopd.sglang.keeper import PREVIOUS_KEEPER_S, READY
@@ -50,7 +50,7 @@ def servers(config: Config) -> Iterator[None]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=_environment(),
+            env=environment_without_torchrun(),
             start_new_session=True,  # Ctrl-C reaches the trainer, which then hangs up
         )
         theirs.close()
@@ -100,9 +100,3 @@ def _wait(keeper: subprocess.Popen, timeout_s: float) -> None:
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines() or ["the keeper of the servers did not start"]
     return lines[-1].removeprefix("mopd: error: ")
-
-
-def _environment() -> dict[str, str]:
-    """The keeper is no rank, and neither are its servers: they do not inherit torchrun's variables."""
-    torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {k: v for k, v in os.environ.items() if k not in torchrun and not k.startswith("TORCHELASTIC_")}
