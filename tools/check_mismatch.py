@@ -263,5 +263,5 @@ if __name__ == "__main__":
     parser.add_argument("--trajectories", type=int, default=200)
     parser.add_argument("--response-tokens", type=int, default=32, help="most tokens sampled in a turn")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()  # overrides may come after options
     sys.exit(guarded(lambda: main(options)))
