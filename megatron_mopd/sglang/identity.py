@@ -86,7 +86,7 @@ async def check_weights(client: Client, url: str, checkpoint: Path, what: str) -
     """Raise UserError, which names the first tensor that differs, unless the server holds the weights of `checkpoint`.
 
     `what` says whose they should be. Compared are norms, routers and two attention outputs, in the dtype in which the
-    server holds them.
+    server holds them: what no server fuses. A checkpoint that differs in its experts or embeddings alone is not seen.
     """
     if name := await first_difference(client, url, checkpoint):
         raise UserError(

@@ -17,7 +17,8 @@ from megatron_mopd.config import SGLang
 from megatron_mopd.errors import UserError
 from megatron_mopd.sglang.client import Client, RequestRefused, ServerDown
 from megatron_mopd.sglang.fleet import Fleet
-from megatron_mopd.sglang.identity import LOADING, SCORING, ServerFacts, check_server, check_weights, first_difference
+from megatron_mopd.sglang.identity import LOADING, SCORING, ServerFacts, check_server, check_weights
+from megatron_mopd.sglang.placement import INITIAL_VERSION
 from megatron_mopd.sglang.turns import Turns
 from megatron_mopd.sglang.weights import load_folder, read_version
 
@@ -29,8 +30,8 @@ POSTS_IN_FLIGHT = 4
 class TeacherPlace:
     """Where teachers live: a server by URL, and the checkpoint of each.
 
-    `may_load`: the server is ours and loads the teacher that is asked for. Otherwise it must hold the weights of its
-    one teacher.
+    `may_load`: the server is ours, was started with the first of them, and loads the one that is asked for. Otherwise
+    it must hold the weights of its one teacher.
     """
 
     url: str
@@ -99,9 +100,9 @@ class TeacherServer:
 
     async def _switch(self, url: str) -> None:
         if self._loaded != self._wanted:  # else `_prepare` has, after the server had died here
-            version = f"teacher-{self._wanted}"
-            await load_folder(self._client, url, self.place.checkpoints[self._wanted], version)
-            self._loaded, self._version = self._wanted, version
+            checkpoint = self.place.checkpoints[self._wanted]
+            await load_folder(self._client, url, checkpoint, _version_of(checkpoint))
+            self._loaded, self._version = self._wanted, _version_of(checkpoint)
 
     async def _prepare(self, url: str) -> None:
         """It is the right server and holds the teacher whose turn it is."""
@@ -114,7 +115,16 @@ class TeacherServer:
             endpoints=SCORING + (LOADING if place.may_load else ()),
             min_input_tokens=self._min_input_tokens,
         )
-        if place.may_load and await first_difference(self._client, url, checkpoint):
-            await load_folder(self._client, url, checkpoint, f"teacher-{teacher}")
+        if place.may_load and await read_version(self._client, url) not in self._versions_of(teacher):
+            await load_folder(self._client, url, checkpoint, _version_of(checkpoint))
         await check_weights(self._client, url, checkpoint, f"teacher {teacher}")
         self._version, self._loaded = await read_version(self._client, url), teacher
+
+    def _versions_of(self, teacher: str) -> set[str]:
+        """What a server of ours says of its weights when they are this teacher's."""
+        is_first = teacher == next(iter(self.place.checkpoints))
+        return {_version_of(self.place.checkpoints[teacher]), *([INITIAL_VERSION] if is_first else [])}
+
+
+def _version_of(checkpoint: Path) -> str:
+    return str(checkpoint.absolute())

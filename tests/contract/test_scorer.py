@@ -1,21 +1,23 @@
-"""What every teacher scorer promises (protocols.TeacherScorer)."""
+"""What every teacher scorer promises (protocols.TeacherScorer): the embedded one here, SGLang's in tests/sglang.
+
+Scores are compared to 1e-5: only the embedded scorer can promise the same bits again (test_embedded_scorer.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from contract.test_engine import MakeEngine, generate, prompts, reference_logprobs
 from safetensors.torch import load_file, save_file
-from test_engine import MakeEngine, generate, prompts, reference_logprobs
-from tiny import VOCAB_SIZE, write_checkpoint
+from tiny import VOCAB_SIZE
 
-from megatron_mopd.embedded import scorer as embedded_scorer
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import SampleRequest, ScoreRequest, TeacherScorer
 
@@ -23,9 +25,16 @@ MakeScorer = Callable[..., TeacherScorer]
 
 
 def score(scorer: TeacherScorer, requests: Sequence[ScoreRequest], teacher: str = "t") -> list[np.ndarray]:
-    async def body() -> list[np.ndarray]:
+    return score_side_by_side(scorer, requests, [teacher])[0]
+
+
+def score_side_by_side(
+    scorer: TeacherScorer, requests: Sequence[ScoreRequest], teachers: Sequence[str]
+) -> list[list[np.ndarray]]:
+    async def body() -> list[list[np.ndarray]]:
         try:
-            return await scorer.score(teacher, requests)
+            await scorer.start()
+            return await asyncio.gather(*[scorer.score(name, requests) for name in teachers])
         finally:
             await scorer.close()
 
@@ -39,90 +48,69 @@ def score_requests(count: int = 12) -> list[ScoreRequest]:
     return [ScoreRequest(f"t{i}", p, tuple(r)) for i, (p, r) in enumerate(zip(prompts(count), responses, strict=True))]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_one_tempered_logprob_per_response_token(make_scorer: MakeScorer, student: Path, temperature: float) -> None:
-    requests = score_requests()
-    scores = score(make_scorer({"t": student}, temperature=temperature), requests)
+def assert_scores(
+    scores: Sequence[np.ndarray], requests: Sequence[ScoreRequest], folder: Path, temperature: float = 1.0
+) -> None:
+    """One tempered log-prob per response token, as transformers computes it."""
     assert [len(s) for s in scores] == [len(r.response_ids) for r in requests]
-    assert len(scores[0]) == 0
     for request, got in zip(requests, scores, strict=True):
-        want = reference_logprobs(student, request.prompt_ids + request.response_ids, temperature)
+        want = reference_logprobs(folder, request.prompt_ids + request.response_ids, temperature)
         np.testing.assert_allclose(got, want[len(request.prompt_ids) - 1 :], atol=1e-5)
         assert got.dtype == np.float32
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_student_that_is_its_own_teacher_earns_nothing(
-    make_engine: MakeEngine, make_scorer: MakeScorer, student: Path, temperature: float
+def assert_own_teacher_earns_nothing(
+    make_engine: MakeEngine, make_scorer: MakeScorer, checkpoint: Path, temperature: float
 ) -> None:
     """Law 3 on this side: |r| < 1e-4 for every sampled token."""
     asked = [SampleRequest(f"{i}", ids, 1 + i % 20, ()) for i, ids in enumerate(prompts(60))]
     segments = generate(make_engine(temperature=temperature), asked)
     requests = [ScoreRequest(r.trajectory_id, r.token_ids, s.token_ids) for r, s in zip(asked, segments, strict=True)]
-    scores = score(make_scorer({"t": student}, temperature=temperature), requests)
+    scores = score(make_scorer({"t": checkpoint}, temperature=temperature), requests)
     r = np.concatenate([t - np.array(s.logprobs, np.float32) for t, s in zip(scores, segments, strict=True)])
     assert np.abs(r).max() < 1e-4
 
 
+def test_one_logprob_per_response_token(make_scorer: MakeScorer, checkpoint: Path) -> None:
+    requests = score_requests()
+    assert_scores(score(make_scorer({"t": checkpoint}), requests), requests, checkpoint)
+
+
+def test_a_student_that_is_its_own_teacher_earns_nothing(
+    make_engine: MakeEngine, make_scorer: MakeScorer, checkpoint: Path
+) -> None:
+    assert_own_teacher_earns_nothing(make_engine, make_scorer, checkpoint, 1.0)
+
+
 def test_padding_that_equals_a_real_token_changes_nothing(
-    make_scorer: MakeScorer, student: Path, tmp_path: Path
+    make_scorer: MakeScorer, checkpoint: Path, tmp_path: Path
 ) -> None:
     """Pad = end = 0, a prompt with 0 in it and a response that ends with it."""
-    folder = tmp_path / "padded"
-    write_checkpoint(folder, seed=0, pad_token_id=0, eos_token_id=0)
+    folder = shutil.copytree(checkpoint, tmp_path / "padded")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 0, "eos_token_id": 0}))
     requests = [ScoreRequest("a", (5, 0, 6), (7, 8, 0)), ScoreRequest("b", tuple(range(40)), (0, 0))]
-    for request, got in zip(requests, score(make_scorer({"t": folder}), requests), strict=True):
-        want = reference_logprobs(folder, request.prompt_ids + request.response_ids, 1.0)
-        np.testing.assert_allclose(got, want[len(request.prompt_ids) - 1 :], atol=1e-5)
+    assert_scores(score(make_scorer({"t": folder}), requests), requests, folder)
 
 
-def test_all_empty_responses_need_no_forward_pass(make_scorer: MakeScorer, student: Path) -> None:
-    assert [len(s) for s in score(make_scorer({"t": student}), [ScoreRequest("a", (1,), ())] * 2)] == [0, 0]
-    assert score(make_scorer({"t": student}), []) == []
+def test_all_empty_responses_need_no_forward_pass(make_scorer: MakeScorer, checkpoint: Path) -> None:
+    assert [len(s) for s in score(make_scorer({"t": checkpoint}), [ScoreRequest("a", (1,), ())] * 2)] == [0, 0]
+    assert score(make_scorer({"t": checkpoint}), []) == []
 
 
-def test_small_passes_and_chunks_give_the_same_scores(student: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    want = score(embedded_scorer.EmbeddedScorer({"t": student}), score_requests())
-    monkeypatch.setattr(embedded_scorer, "_PASS_TOKENS", 20)
-    monkeypatch.setattr(embedded_scorer, "_LOGITS", 2 * VOCAB_SIZE)
-    for a, b in zip(want, score(embedded_scorer.EmbeddedScorer({"t": student}), score_requests()), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_teachers_side_by_side_give_the_bits_they_give_alone(
-    make_scorer: MakeScorer, student: Path, update: Path
-) -> None:
-    teachers = {"one": student, "two": update}
-    requests = score_requests(30)
-
-    async def side_by_side() -> list[list[np.ndarray]]:
-        scorer = make_scorer(teachers, num_workers=2)
-        try:
-            return await asyncio.gather(*[scorer.score(name, requests) for name in ("one", "two", "one", "two")])
-        finally:
-            await scorer.close()
-
-    together = asyncio.run(side_by_side())
-    for name, scores in zip(("one", "two", "one", "two"), together, strict=True):
-        alone = score(make_scorer(teachers), requests, name)
-        assert all(np.array_equal(a, b) for a, b in zip(scores, alone, strict=True))
-    assert not np.array_equal(together[0][5], together[1][5])
-
-
-def test_scoring_leaves_the_event_loop_free(make_scorer: MakeScorer, student: Path) -> None:
-    seen: list[str] = []
-    scorer = make_scorer({"t": student})
-    inner = scorer._score  # type: ignore[attr-defined]
-    scorer._score = lambda *args: (seen.append(threading.current_thread().name), inner(*args))[1]  # type: ignore[attr-defined]
-    score(scorer, score_requests())
-    assert seen
-    assert threading.main_thread().name not in seen
+def test_teachers_side_by_side_score_as_alone(make_scorer: MakeScorer, checkpoint: Path, update: Path) -> None:
+    requests, names = score_requests(30), ("one", "two", "one", "two")
+    folders = {"one": checkpoint, "two": update}
+    together = score_side_by_side(make_scorer(folders), requests, names)
+    for name, scores in zip(names, together, strict=True):
+        assert_scores(scores, requests, folders[name])
+    assert np.abs(together[0][5] - together[1][5]).max() > 0.01
 
 
 def test_a_teacher_that_gives_nan_is_named_with_the_trajectory(
-    make_scorer: MakeScorer, student: Path, tmp_path: Path
+    make_scorer: MakeScorer, checkpoint: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(student, tmp_path / "sick")
+    shutil.copytree(checkpoint, tmp_path / "sick")
     tensors = load_file(tmp_path / "sick/model.safetensors")
     tensors["model.embed_tokens.weight"][17] = torch.nan
     save_file(tensors, tmp_path / "sick/model.safetensors", metadata={"format": "pt"})
@@ -132,8 +120,8 @@ def test_a_teacher_that_gives_nan_is_named_with_the_trajectory(
         score(scorer, requests, "sick")
 
 
-def test_an_unknown_teacher_and_an_empty_prompt_are_refused(make_scorer: MakeScorer, student: Path) -> None:
+def test_an_unknown_teacher_and_an_empty_prompt_are_refused(make_scorer: MakeScorer, checkpoint: Path) -> None:
     with pytest.raises(UserError, match="no teacher named law; known: t"):
-        score(make_scorer({"t": student}), score_requests(), "law")
+        score(make_scorer({"t": checkpoint}), score_requests(), "law")
     with pytest.raises(ValueError, match="a: an empty prompt"):
-        score(make_scorer({"t": student}), [ScoreRequest("a", (), (1,))])
+        score(make_scorer({"t": checkpoint}), [ScoreRequest("a", (), (1,))])
