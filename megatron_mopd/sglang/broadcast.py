@@ -7,8 +7,8 @@ do.
 
 Promises (tests/sglang/test_sync.py): a server says that it serves a version only if it got every tensor of it and holds
 nothing that older weights computed. A server that does not answer is left out, with a line on stderr; its old version
-tells the engine. One that dies in the middle holds the trainer up for at most sglang.request_timeout_s: everything is
-sent once more, to the others.
+tells the engine. One that dies in the middle is noticed when its connections close, one that hangs after
+sglang.request_timeout_s; then everything is sent once more, to the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from megatron_mopd.sglang.weights import begin_update, end_update, version_name
 
 _PROBE_SILENCE_S = 60.0
 _PROBE_INTERVAL_S = 0.5
-_LOOK_AGAIN_S = 1.0
 
 Result = TypeVar("Result")
 
@@ -50,7 +49,6 @@ class Broadcaster:
         """Servers that did not get the last version; known on rank 0."""
         self._config, self._bucket_bytes = config, bucket_bytes
         self._requests = Servers(config.sglang.request_timeout_s, api_key(config))
-        self._has_published = False
         self._stream: HfStream | None = None
         self._published = False
         self._servers: list[Server] = []
@@ -94,21 +92,17 @@ class Broadcaster:
         for owner in stream.owners:
             self._send(stream, owner)
         self._on(0, lambda: self._at_all(lambda client, url: end_update(client, url, version)))
-        self._has_published = True
 
     def _find_servers(self) -> list[Server]:
         """Those that answer. Waits for all of them at first, as they may just be starting; later for one of them."""
         table = self._config.sglang
         patience_s = table.recovery_timeout_s if self._published else table.start_timeout_s
         deadline = time.monotonic() + patience_s
-        while True:
-            urls = self._urls()
-            found, reasons = self._look(urls)
-            if not reasons or (found and self._published):
-                break
-            if time.monotonic() > deadline:
-                break
+        urls = self._urls()
+        found, reasons = self._look(urls)
+        while reasons and not (found and self._published) and time.monotonic() < deadline:
             time.sleep(_PROBE_INTERVAL_S)
+            found, reasons = self._look(self._urls())
         self.num_left_out = len(reasons)
         if not found:
             raise UserError(f"no server took the weights within {patience_s:g} s: {'; '.join(reasons)}")
@@ -117,7 +111,7 @@ class Broadcaster:
         return sorted(found, key=lambda server: urls.index(server.url))
 
     def _urls(self) -> Sequence[str]:
-        """Raises UserError where servers were to be kept and will not come back."""
+        """They stay the same. Raises UserError where nobody keeps the servers any more."""
         if not (names := student_servers(self._config)):
             return self._config.sglang.student.urls
         url_of = endpoints(self._config.run.folder)

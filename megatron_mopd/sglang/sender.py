@@ -21,6 +21,8 @@ from megatron_mopd.mcore import device
 from megatron_mopd.mcore.outer_group import OuterGroup, OuterGroupFailed
 from megatron_mopd.sglang.client import Client, RequestRefused, ServerDown
 
+_FORGET_SILENCE_S = 10.0
+
 Bucket = list[tuple[str, Tensor]]
 Request = Callable[[Client, str], Awaitable[Any]]
 
@@ -137,9 +139,10 @@ class Sender:
 
         async def forget(client: Client, url: str) -> None:
             try:
-                await client.post(url, "/destroy_weights_update_group", {"group_name": self._group.name})
+                name = {"group_name": self._group.name}
+                await client.post(url, "/destroy_weights_update_group", name, _FORGET_SILENCE_S)
             except (ServerDown, RequestRefused):
-                return  # it has died, or was started again, and has no such group
+                return  # it has died, hangs, or was started again and has no such group
 
         self._through.at_all(self._urls, forget)
 

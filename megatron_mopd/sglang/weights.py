@@ -36,6 +36,9 @@ _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_ROWS = 64
 """SGLang pads these with zeros to a multiple of so many rows."""
 
+PARTIAL_VERSION = "partial"
+"""Of a server that is being given weights in parts: if that breaks off, it must not be taken for what it was."""
+
 Place = tuple[int, int]
 """Of a Hugging Face tensor in a parameter of the server: (expert, part of the fusion)."""
 
@@ -49,7 +52,7 @@ def version_name(run: str, version: int) -> str:
 
 
 async def read_version(client: Client, url: str) -> str:
-    """The name of the weights that the server serves; "default" where nothing was loaded since it was started."""
+    """The name of the weights that the server serves: placement.INITIAL_VERSION until it is given others."""
     return str((await client.get(url, "/model_info"))["weight_version"])
 
 
@@ -84,6 +87,7 @@ async def begin_update(client: Client, url: str) -> None:
     Requests that are running go back to its queue; they are computed again from their tokens by the new weights.
     """
     await client.post(url, "/pause_generation", {"mode": "retract"})
+    await _name(client, url, PARTIAL_VERSION)
     try:
         await client.post(url, "/begin_weight_update", {})
     except RequestRefused:  # an update that broke off left it open
@@ -95,15 +99,20 @@ async def end_update(client: Client, url: str, version: str) -> None:
     """All parts are there: forget what the old weights computed, and generate again, under the new version."""
     await client.post(url, "/end_weight_update", {})
     await client.post(url, "/flush_cache", {})
-    await client.post(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+    await _name(client, url, version)
     await check_version(client, url, version)
     await client.post(url, "/continue_generation", {})
+
+
+async def _name(client: Client, url: str, version: str) -> None:
+    await client.post(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
 
 async def check_folder(client: Client, url: str, folder: Path) -> None:
     """Compare a checksum of every parameter of the server with the one that the folder gives. Slow: for debugging.
 
-    Raises UserError that names what differs, what the server did not get from the folder, and what it has no use for.
+    Needed where it matters: SGLang takes tensors of a wrong shape or an unknown name without a word. Raises UserError
+    that names what differs, what the server did not get from the folder, and what it has no use for.
     Knows the fused layout of servers with one rank and the default kernels of SGLang's experts.
     """
     from megatron_mopd.sglang.checksum import read_checksums

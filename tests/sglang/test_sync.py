@@ -29,7 +29,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.sglang import weights
 from megatron_mopd.sglang.client import Client
 from megatron_mopd.sglang.placement import INITIAL_VERSION
-from megatron_mopd.sglang.weights import check_folder, load_folder, read_version, version_name
+from megatron_mopd.sglang.weights import PARTIAL_VERSION, check_folder, load_folder, read_version, version_name
 
 pytestmark = pytest.mark.sglang
 
@@ -160,6 +160,7 @@ def test_servers_that_hang_or_die_in_the_middle_are_left_out(
         assert pool(sync_cases.publish, config, 42, (group, signal.SIGSTOP))[0] == 1
         os.killpg(group, signal.SIGCONT)
         assert serve(42) == [server.url]
+        assert call(read_version, url) == PARTIAL_VERSION
         assert pool(sync_cases.publish, config, 43)[0] == 0
         assert serve(43) == urls
         for each in urls:
