@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Server
 from contract.test_engine import *  # noqa: F403
+from running import Server
 
 from megatron_mopd.sglang.engine import SGLangEngine
 

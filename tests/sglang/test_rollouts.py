@@ -7,12 +7,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from contract.test_engine import GREEDY, generate, prompts, reference, reference_logprobs, requests, run
+from running import Server
 from tiny import VOCAB_SIZE
 
 from megatron_mopd.embedded.engine import EmbeddedEngine
@@ -23,9 +24,6 @@ from megatron_mopd.sglang.engine import SGLangEngine
 from megatron_mopd.sglang.placement import INITIAL_VERSION
 from megatron_mopd.sglang.weights import load_folder, version_name
 from megatron_mopd.types import Segment
-
-if TYPE_CHECKING:
-    from conftest import Server
 
 pytestmark = pytest.mark.sglang
 
