@@ -6,6 +6,7 @@ UTF-8: prompts and observations of many scripts end in the middle of a character
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -83,9 +84,22 @@ def covered_positions(batch: Batch, row: int) -> int:
     return int(sampled[-1]) if len(sampled) else 0
 
 
+def tool(checkpoint: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/check_mismatch.py", str(checkpoint), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_tool_measures_a_learner_of_another_layout(student: Server) -> None:
+    layout = ["launch.num_processes=2", "megatron.tensor_model_parallel_size=2"]
+    result = tool(student.checkpoint, "--url", student.url, "--trajectories", "20", "--json", *layout)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["trajectories"] == 20
+    assert [(c["first"], c["second"]) for c in report["comparisons"]] == list(PAIRS)
+    assert all(c["max"] < BOUND for c in report["comparisons"])
+
+
 def test_the_tool_says_what_is_wrong_with_a_url(student: Server) -> None:
-    command = [sys.executable, "tools/check_mismatch.py", str(student.checkpoint), "--url", "http://127.0.0.1:9"]
-    options = ["sglang.start_timeout_s=1", "--trajectories", "2"]
-    result = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    result = tool(student.checkpoint, "--url", "http://127.0.0.1:9", "--trajectories", "2", "sglang.start_timeout_s=1")
     assert result.returncode == 2, result.stderr
-    assert "127.0.0.1:9" in result.stderr.strip().splitlines()[-1]
+    assert "http://127.0.0.1:9" in result.stderr.strip().splitlines()[-1]
