@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,22 @@ def test_who_waits_is_told_when_the_sender_hangs_up(ranks: Pools):
     _, (got, message) = ranks(2)(hang_up)
     assert got == [0, 1, 2, 3, 4]
     assert "Connection" in message
+
+
+def refusal(**info: Any) -> str:
+    from megatron_mopd.errors import UserError
+    from megatron_mopd.sglang.sender import Server
+
+    usual = {"dp_size": 1, "pp_size": 1, "tp_size": 2, "device": "cpu", "startup_time": {}}
+    try:
+        return str(Server.of("http://a:1", usual | info).num_ranks)
+    except UserError as error:
+        return str(error)
+
+
+def test_a_server_that_cannot_take_broadcasts_is_refused(ranks: Pools):
+    assert ranks(1)(refusal) == ["2"]
+    (message,) = ranks(1)(partial(refusal, dp_size=2))
+    assert message.startswith("http://a:1 has dp_size=2, pp_size=1; with sglang.weight_transport=distributed")
+    (message,) = ranks(1)(partial(refusal, device="cuda"))
+    assert message.startswith("http://a:1 computes on cuda, the trainer on cpu; set sglang.weight_transport=disk")
