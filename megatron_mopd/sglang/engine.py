@@ -1,6 +1,6 @@
 """The student on SGLang servers, as a rollout engine: token ids in, token ids out.
 
-Promises (tests/sglang/test_engine.py, tests/sglang/test_contract.py):
+Promises (tests/sglang/test_contract.py, test_rollouts.py, test_failover.py):
 
 - Log-probs are those of softmax(logits / temperature) over the whole vocabulary, before top-p, one per sampled token.
 - A server that dies, or gives a request up, costs time and no token: the request goes on from its token log on another
@@ -17,9 +17,8 @@ Promises (tests/sglang/test_engine.py, tests/sglang/test_contract.py):
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,24 +32,9 @@ from megatron_mopd.sglang.generation import Generation, Run
 from megatron_mopd.sglang.identity import LOADING, SAMPLING, SCORING, check_server
 from megatron_mopd.sglang.launch import api_key, check_keeper, endpoints
 from megatron_mopd.sglang.placement import student_servers
+from megatron_mopd.sglang.served_weights import FetchWeights, ServedWeights
 from megatron_mopd.sglang.token_log import TokenLog
-from megatron_mopd.sglang.weights import check_folder, load_folder, read_version, version_name
 from megatron_mopd.types import Segment
-
-_ABORT_AGAIN_S = 0.5
-"""An abort that overtakes its request on the way is lost, so it is sent until the request has ended."""
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """What every server must serve."""
-
-    name: str
-    folder: Path | None
-
-
-FetchWeights = Callable[[], Awaitable[tuple[int, Path]]]
-"""The version that is being sampled, and a folder with its weights."""
 
 
 def student_engine(config: Config, fetch_weights: FetchWeights | None) -> SGLangEngine:
@@ -99,9 +83,7 @@ class SGLangEngine:
         check_hope: Callable[[], None] = lambda: None,
     ):
         self.weight_version = weight_version
-        self._fetch_weights, self._fetching = fetch_weights, asyncio.Lock()
-        self._checkpoint, self._settings, self._run = checkpoint, settings, run
-        self._min_input_tokens = min_input_tokens
+        self._checkpoint, self._min_input_tokens = checkpoint, min_input_tokens
         hf_config = read_hf_config(checkpoint)
         self._vocab_size: int = hf_config["vocab_size"]
         self._routed_shape = None
@@ -109,9 +91,8 @@ class SGLangEngine:
             self._routed_shape = (hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"])
         self._max_tokens: dict[str, int] = {}
         """Of a request with its response, by server."""
-        self._weights: _Weights | None = None
-        self._fetched: tuple[str, Path] | None = None
         self._client = Client(settings.request_timeout_s, api_key)
+        self._weights = ServedWeights(self._client, run, settings.check_weights, fetch_weights)
         self._generation = Generation(self._client, temperature, top_p)
         self._fleet = Fleet(
             "student",
@@ -124,7 +105,6 @@ class SGLangEngine:
             check_hope=check_hope,
         )
         self._runs: set[Run] = set()
-        self._failed_update: str | None = None
         self._paused = False
         self._first_weights, self._update = asyncio.Lock(), asyncio.Lock()
         self._may_sample = asyncio.Event()
@@ -156,21 +136,19 @@ class SGLangEngine:
         """
         if weight_version < self.weight_version:
             raise ValueError(f"weights of version {weight_version} offered after version {self.weight_version}")
-        async with self._nothing_in_flight():
-            self._failed_update = f"the student servers could not be given version {weight_version} of the weights"
-            weights = self._weights = _Weights(version_name(self._run, weight_version), folder)
+        async with self._nothing_in_flight(), self._weights.update(folder, weight_version):
             self._fleet.forget_prefixes()
-            await self._everywhere(lambda url: self._load(url, weights))
-            if folder is None and not self._fleet.urls and self._fetch_weights is None:
-                raise UserError(f"no student server serves {weights.name!r}, which was to be broadcast to them")
-            self.weight_version, self._failed_update = weight_version, None
+            await self._everywhere(self._weights.load)
+            if folder is None and not self._fleet.urls and not self._weights.can_be_fetched:
+                raise UserError(f"no student server serves {self._weights.name!r}, which was to be broadcast to them")
+            self.weight_version = weight_version
 
     async def abort(self, trajectory_id: str) -> None:
         """Let its `generate` return what it has, with finish_reason "abort"."""
         runs = [run for run in self._runs if run.request.trajectory_id == trajectory_id]
         for run in runs:
             run.aborted = True
-        await self._take_off(runs, lambda run: {"rid": run.request_id})
+        await self._generation.take_off(runs, lambda run: {"rid": run.request_id})
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Sample nothing until `resume`.
@@ -217,24 +195,24 @@ class SGLangEngine:
             )
 
     def _new_log(self, request: SampleRequest) -> TokenLog:
-        name = self._weights.name if self._weights is not None else ""
+        name = self._weights.name or ""
         return TokenLog(request, self.weight_version, name, self._vocab_size, self._routed_shape)
 
     async def _ensure_weights(self) -> None:
         async with self._first_weights:
-            if self._weights is None:
+            if self._weights.name is None:
                 await self.update_weights(self._checkpoint, self.weight_version)
 
     async def _complete(self, run: Run) -> None:
         """Return when the run is over."""
         name = run.request.trajectory_id
-        if self._weights is None:
+        if self._weights.name is None:
             await self._ensure_weights()
         while not run.over:
             while not self._may_sample.is_set():
                 await self._may_sample.wait()
-            if self._failed_update:
-                raise UserError(f"{name}: {self._failed_update}")
+            if self._weights.failure:
+                raise UserError(f"{name}: {self._weights.failure}")
             await self._fleet.run(name, lambda url: self._sample_on(run, url), key=name, prefix=run.request.token_ids)
 
     async def _sample_on(self, run: Run, url: str) -> None:
@@ -249,20 +227,7 @@ class SGLangEngine:
         runs = [run for run in self._runs if run.url is not None or run.log.token_ids]
         for run in runs:
             run.cut = True
-        await self._take_off(runs, lambda _: {"abort_all": True})
-
-    async def _take_off(self, runs: Iterable[Run], order: Callable[[Run], dict[str, Any]]) -> None:
-        """Return when none of them is on a server, and those that are over have ended."""
-        for run in runs:
-            if run.url is None and run.over:
-                run.task.cancel()
-        while runs := [run for run in runs if run.url is not None]:
-            orders = {(run.url, *order(run).items()): (run.url, order(run)) for run in runs if run.url is not None}
-            await asyncio.gather(*[self._generation.abort(url, what) for url, what in orders.values()])
-            waits = [asyncio.ensure_future(run.left.wait()) for run in runs]
-            await asyncio.wait(waits, timeout=_ABORT_AGAIN_S)
-            for wait in waits:
-                wait.cancel()
+        await self._generation.take_off(runs, lambda _: {"abort_all": True})
 
     @asynccontextmanager
     async def _nothing_in_flight(self) -> AsyncIterator[None]:
@@ -300,41 +265,7 @@ class SGLangEngine:
         )
         self._max_tokens[url] = facts.max_input_tokens
         await self._continue(url)  # whoever used it before may have left it paused
-        weights = None
-        while weights is not self._weights:
-            weights = self._weights
-            if self._failed_update:
-                raise ServerDown(url, self._failed_update)
-            if weights is not None and await read_version(self._client, url) != weights.name:
-                await self._catch_up(url, weights)
-
-    async def _catch_up(self, url: str, weights: _Weights) -> None:
-        try:
-            await self._load(url, weights)
-        except UserError as error:  # the folder may be gone, as the next weights are there
-            raise ServerDown(url, str(error)) from error
-
-    async def _load(self, url: str, weights: _Weights) -> None:
-        folder = weights.folder
-        if folder is None and await read_version(self._client, url) != weights.name:
-            folder = await self._fetch(url, weights)
-        if folder is not None:
-            await load_folder(self._client, url, folder, weights.name)
-        if self._settings.check_weights:
-            await check_folder(self._client, url, folder or await self._fetch(url, weights))
-
-    async def _fetch(self, url: str, weights: _Weights) -> Path:
-        """One folder for all servers that missed the broadcast of `weights`."""
-        if self._fetch_weights is None:
-            raise ServerDown(url, f"has not got {weights.name!r}, which was broadcast")
-        async with self._fetching:
-            if self._fetched is None or self._fetched[0] != weights.name:
-                version, folder = await self._fetch_weights()
-                self._fetched = version_name(self._run, version), folder
-        name, folder = self._fetched
-        if name != weights.name:
-            raise ServerDown(url, f"{name!r} has taken the place of {weights.name!r}")
-        return folder
+        await self._weights.catch_up(url)
 
     async def _continue(self, url: str) -> None:
         await self._client.post(url, "/continue_generation", {})

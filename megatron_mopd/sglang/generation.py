@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -17,6 +17,9 @@ from megatron_mopd.sglang.token_log import TokenLog
 
 STREAM_INTERVAL = 32
 """Tokens per streamed message: what a dying server may take along of each request, against JSON per token."""
+
+_ABORT_AGAIN_S = 0.5
+"""An abort that overtakes its request on the way is lost, so it is sent until the request has ended."""
 
 _SAMPLING = {
     "top_k": -1,
@@ -44,6 +47,7 @@ class Run:
         self.request_id = ""
         self.left = asyncio.Event()
         """Set while it is on no server."""
+        self.left.set()
         self.task: asyncio.Task[None]
 
     @property
@@ -83,6 +87,19 @@ class Generation:
         """`what`: {"rid": ...} or {"abort_all": True}."""
         with suppress(ServerDown):  # then it has stopped anyway
             await self._client.post(url, "/abort_request", what)
+
+    async def take_off(self, runs: Iterable[Run], order: Callable[[Run], dict[str, Any]]) -> None:
+        """Return when none of these aborted or cut runs is on a server. `order(run)` is what its server is told."""
+        for run in runs:
+            if run.url is None and run.over:
+                run.task.cancel()
+        while runs := [run for run in runs if run.url is not None]:
+            orders = {(run.url, *order(run).items()): (run.url, order(run)) for run in runs if run.url is not None}
+            await asyncio.gather(*[self.abort(url, what) for url, what in orders.values()])
+            waits = [asyncio.create_task(run.left.wait()) for run in runs]
+            await asyncio.wait(waits, timeout=_ABORT_AGAIN_S)
+            for wait in waits:
+                wait.cancel()
 
     async def close(self) -> None:
         await asyncio.gather(*self._farewells)
