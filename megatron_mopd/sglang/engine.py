@@ -265,6 +265,7 @@ class SGLangEngine:
         )
         self._max_tokens[url] = facts.max_input_tokens
         await self._continue(url)  # whoever used it before may have left it paused
+        await self._generation.check_temperature(url)
         await self._weights.catch_up(url)
 
     async def _continue(self, url: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
+from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import SampleRequest
 from megatron_mopd.sglang.client import Client, ServerDown
 from megatron_mopd.sglang.token_log import TokenLog
@@ -68,6 +69,26 @@ class Generation:
         self._client = client
         self._sampling = {**_SAMPLING, "temperature": temperature, "top_p": top_p}
         self._farewells: set[asyncio.Task[None]] = set()
+
+    async def check_temperature(self, url: str) -> None:
+        """Raise UserError where the server returns log-probs of another temperature than it samples at.
+
+        The spread of the likeliest tokens' log-probs must shrink with the temperature.
+        """
+        temperature = self._sampling["temperature"]
+        if temperature != 1.0:
+            at_one, here = await self._spread(url, 1.0), await self._spread(url, temperature)
+            if abs(here - at_one) < abs(here - at_one / temperature):
+                raise UserError(
+                    f"server {url} returns log-probs that ignore the temperature; start it without "
+                    "SGLANG_RETURN_ORIGINAL_LOGPROB in its environment, or set rollout.temperature=1"
+                )
+
+    async def _spread(self, url: str, temperature: float) -> float:
+        sampling = {**self._sampling, "temperature": temperature, "max_new_tokens": 1}
+        body = {"input_ids": [0], "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 20}
+        ((likeliest, *_, last),) = (await self._client.post(url, "/generate", body))["meta_info"]["output_top_logprobs"]
+        return likeliest[0] - last[0]
 
     async def sample(self, run: Run, url: str) -> None:
         """Return when the run is over or cut. Raises ServerDown where the server cannot finish it."""

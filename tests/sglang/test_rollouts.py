@@ -21,6 +21,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import SampleRequest
 from megatron_mopd.sglang.client import Client
 from megatron_mopd.sglang.engine import SGLangEngine
+from megatron_mopd.sglang.generation import Generation
 from megatron_mopd.sglang.placement import INITIAL_VERSION
 from megatron_mopd.sglang.weights import load_folder, version_name
 from megatron_mopd.types import Segment
@@ -28,7 +29,7 @@ from megatron_mopd.types import Segment
 pytestmark = pytest.mark.sglang
 
 MakeEngine = Callable[..., SGLangEngine]
-LONG = 400
+LONG = 250
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_greedy_equals_the_embedded_engine(make_engine: MakeEngine, student: Ser
 def test_many_callers_at_once_are_served_in_bounds(make_engine: MakeEngine, student: Server) -> None:
     tight = student.config.sglang.model_copy(update={"max_requests": 16})
     engine = SGLangEngine([student.url], student.checkpoint, tight, run="rollouts")
-    asked = [SampleRequest(f"{i}", ids, 1 + i % 3, ()) for i, ids in enumerate(prompts(600))]
+    asked = [SampleRequest(f"{i}", ids, 1 + i % 3, ()) for i, ids in enumerate(prompts(200))]
     assert [len(s.token_ids) for s in generate(engine, asked)] == [r.max_new_tokens for r in asked]
 
 
@@ -306,6 +307,25 @@ def test_bad_requests_are_one_line_and_harm_nobody(make_engine: MakeEngine) -> N
             assert len((await engine.generate(requests(1)[0])).token_ids) == 12
 
     run(make_engine(), work)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.3])
+def test_a_server_whose_logprobs_ignore_the_temperature_is_refused(student: Server, temperature: float) -> None:
+    """As one does with SGLANG_RETURN_ORIGINAL_LOGPROB in its environment: here, it is never told the temperature."""
+
+    class AtOne(Client):
+        async def post(self, url: str, path: str, body: Any, silence_s: float | None = None) -> Any:
+            return await super().post(
+                url, path, body | {"sampling_params": body["sampling_params"] | {"temperature": 1.0}}, silence_s
+            )
+
+    async def check(client_type: type[Client]) -> None:
+        async with client_type(silence_s=60.0) as client:
+            await Generation(client, temperature, top_p=0.9).check_temperature(student.url)
+
+    asyncio.run(check(Client))
+    with pytest.raises(UserError, match=f"server {student.url} returns log-probs that ignore the temperature"):
+        asyncio.run(check(AtOne))
 
 
 def test_a_server_that_is_not_ours_is_refused_at_start(student: Server, checkpoints: list[Path]) -> None:
