@@ -37,6 +37,8 @@ class ServerChecksums:
 
     device: str
     dtype: torch.dtype
+    quantized: bool
+    """Projections may be in a format of their own, and are hashed as they come out of it again."""
     ranks: tuple[dict[str, str], ...]
 
     def of(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> str:
@@ -58,6 +60,7 @@ async def read_checksums(client: Client, url: str, skip: Sequence[str] = ()) -> 
     return ServerChecksums(
         device=info["device"],
         dtype=getattr(torch, dtype),
+        quantized=info["quantization"] is not None,
         ranks=tuple(rank["checksums"] for rank in reply["ranks"]),
     )
 

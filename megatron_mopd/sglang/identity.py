@@ -40,6 +40,8 @@ _SMALL = re.compile(r".*(norm|\.gate|\.router|e_score_correction_bias)(\.weight|
 """Norms and routers: every rank has them whole, no server fuses them."""
 _ATTENTION_OUTPUT = re.compile(r".*\.o_proj\.weight")
 """Split over columns by tensor parallelism. Training moves it even where it leaves norms as they were."""
+_SCALES = ("_scale", "_scale_inv")
+"""Names of a checkpoint whose projections are quantized."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ async def check_weights(client: Client, url: str, checkpoint: Path, what: str) -
     """Raise UserError, which names the first tensor that differs, unless the server holds the weights of `checkpoint`.
 
     `what` says whose they should be. Compared are norms, routers and two attention outputs, in the dtype in which the
-    server holds them: what no server fuses. A checkpoint that differs in its experts or embeddings alone is not seen.
+    server holds them: what no server fuses (of quantized ones, norms and routers alone). A checkpoint that differs in
+    its experts or embeddings alone is not seen.
     """
     if name := await first_difference(client, url, checkpoint):
         raise UserError(
@@ -104,6 +107,8 @@ async def first_difference(client: Client, url: str, checkpoint: Path) -> str | 
     tensors = Tensors(checkpoint)
     of_checkpoint, of_server = set(tensors.names), {name for rank in served.ranks for name in rank}
     common = _fingerprint(of_checkpoint & of_server)
+    if served.quantized or any(name.endswith(_SCALES) for name in of_checkpoint):
+        common = [name for name in common if _SMALL.fullmatch(name)]
     if not common:
         raise UserError(f"server {url} has no tensor of {checkpoint}; start it on a checkpoint of this architecture")
     extra = [name for name in sorted(of_server - of_checkpoint) if _SMALL.fullmatch(name)]
@@ -120,13 +125,13 @@ def _fingerprint(names: Iterable[str]) -> list[str]:
 def _is_served(served: ServerChecksums, name: str, tensor: Tensor) -> bool:
     """Ranks that hold the same part have the same hash, so the number of hashes is the number of parts.
 
-    Some servers keep a router in float32, or as the checkpoint has it, whatever dtype they were started with.
+    Servers keep some routers in float32 whatever dtype they were started with, and not all say what "auto" was.
     """
     import torch
 
     hashes = {rank[name] for rank in served.ranks if name in rank}
     parts = tensor.chunk(len(hashes), dim=tensor.ndim - 1)
-    dtypes = (served.dtype, tensor.dtype, torch.float32)
+    dtypes = (served.dtype, torch.float32, torch.bfloat16, torch.float16)
     return any({served.of(part, dtype) for part in parts} == hashes for dtype in dtypes)
 
 

@@ -60,7 +60,7 @@ class TeacherServer:
             client,
             [place.url],
             self._prepare,
-            max_requests=POSTS_IN_FLIGHT,
+            max_requests=min(POSTS_IN_FLIGHT, settings.max_requests),
             start_timeout_s=settings.start_timeout_s,
             recovery_timeout_s=settings.recovery_timeout_s,
             check_hope=check_hope,
