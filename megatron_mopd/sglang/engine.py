@@ -156,10 +156,10 @@ class SGLangEngine:
         abort: what is in flight returns the tokens that it has, and waits if it has none. retract: it waits in its
         server, which frees its key-value cache. in_place: it waits with its cache.
         """
+        self._paused = True
         self._may_sample.clear()
         if mode == "abort":
             await self._cut_all()
-        self._paused = True
         await self._everywhere(lambda url: self._client.post(url, "/pause_generation", {"mode": mode}))
 
     async def resume(self) -> None:
