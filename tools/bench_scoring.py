@@ -93,7 +93,7 @@ def where(scorer: SGLangScorer, teacher: str) -> tuple[str, int]:
 
 
 async def timed(session: aiohttp.ClientSession, url: str, work: Callable[[], Awaitable[object]]) -> float:
-    async with session.post(f"{url}/flush_cache") as reply:
+    async with session.post(f"{url}/flush_cache", params={"timeout": 30}) as reply:
         reply.raise_for_status()
     start = time.monotonic()
     await work()
