@@ -34,6 +34,9 @@ class LengthScorer:
     def __init__(self, delay=0.0, reply=lambda batch, r: np.full(len(r.response_ids), len(batch), np.float32)):
         self.delay, self.reply, self.batches = delay, reply, []
 
+    async def start(self):
+        pass
+
     async def score(self, teacher, requests):
         self.batches.append([r.trajectory_id for r in requests])
         await asyncio.sleep(self.delay)
