@@ -141,6 +141,7 @@ def test_server_serves_each_update(
     pool(sync_cases.finish)
 
 
+@pytest.mark.timeout(600)  # it starts a server twice, and one at a time starts on a machine
 def test_servers_that_hang_or_die_in_the_middle_are_left_out(
     server: Server, start_servers: StartServers, ranks: Pools, tmp_path: Path
 ):
