@@ -41,6 +41,10 @@ class Publisher(Protocol):
         if it has them already. Collective."""
         ...
 
+    def close(self) -> None:
+        """Leave nothing behind on the servers."""
+        ...
+
 
 @dataclass(frozen=True)
 class TrainerParts:
@@ -106,7 +110,9 @@ def trainer_parts(config: Config) -> Iterator[TrainerParts]:
         if driver is not None:
             store.cut(learner.step)
             log = stack.enter_context(RunLog(config, next_step=learner.step + 1))
-        yield TrainerParts(config, learner, publisher(config), store, driver, log)
+        to_engine = publisher(config)
+        stack.callback(to_engine.close)
+        yield TrainerParts(config, learner, to_engine, store, driver, log)
 
 
 def publisher(config: Config) -> Publisher:

@@ -28,3 +28,6 @@ class FolderPublisher:
             for older in sorted(self._folder.glob("v*"))[:-2]:
                 shutil.rmtree(older)
         return str(folder)
+
+    def close(self) -> None:
+        """The folders stay."""
