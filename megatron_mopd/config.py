@@ -33,6 +33,7 @@ class Table(BaseModel):
 
 
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+Seconds = Annotated[float, Field(gt=0.0, le=1e7)]
 
 
 class Run(Table):
@@ -42,7 +43,7 @@ class Run(Table):
     num_steps: Count
     save_every_steps: Count = 50
     keep_checkpoints: Count = 2
-    timeout_s: float = Field(default=1800.0, gt=0.0, le=1e7)
+    timeout_s: Seconds = 1800.0
     """How long a rank waits for a batch or a collective before the run is given up."""
 
 
@@ -140,10 +141,10 @@ class SGLang(Table):
     """Compare a checksum of every tensor after each sync (slow; for debugging)."""
     max_requests: Count = 256
     """Requests in flight on one server."""
-    start_timeout_s: PositiveFloat = 900.0
-    request_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: Seconds = 900.0
+    request_timeout_s: Seconds = 600.0
     """Silence on a request after which its server counts as dead."""
-    recovery_timeout_s: PositiveFloat = 600.0
+    recovery_timeout_s: Seconds = 600.0
     """How long work waits for a dead server before the run is given up."""
 
 

@@ -83,6 +83,11 @@ def check_rollout(config: Config, table: MegatronTable, hf_config: Mapping[str, 
             f"rollout.temperature={config.rollout.temperature:g}: SGLang scores at temperature 1; set "
             "rollout.temperature=1, or teachers.backend=embedded"
         )
+    if config.sglang.weight_transport == "distributed" and config.rollout.engine != "sglang":
+        raise UserError(
+            f"sglang.weight_transport=distributed: the {config.rollout.engine} engine reads its weights from a folder; "
+            "set rollout.engine=sglang, or remove the option"
+        )
     check_servers(config)
     if not config.rollout.router_replay:
         return

@@ -6,7 +6,6 @@ values are SGLang's to check. This module adds what the project relies on. Torch
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from typing import Any
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.sglang.addresses import check_host, check_urls
 from megatron_mopd.sglang.placement import INITIAL_VERSION, started_teachers, student_servers, teacher_servers
 from megatron_mopd.sglang.supported import check_checkpoints
 
@@ -32,6 +32,13 @@ OURS = {
     "config": "the table itself: its keys are the options of that file",
 }
 """ServerArgs that the tables must not hold, and what sets them."""
+
+CALLED = {
+    **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
+    **dict.fromkeys(("pp", "pipeline_parallel_size"), "pp_size"),
+    **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
+}
+"""Other names that SGLang's command line has for what says how many GPUs a server takes."""
 
 RELIED_ON = {
     "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -73,10 +80,13 @@ class ServerSpec:
 
 def check_servers(config: Config) -> None:
     """Raise UserError for whatever can be known before a server is started or asked."""
+    if "sglang" not in (config.rollout.engine, config.teachers.backend):
+        return
+    check_urls(config)
     check_checkpoints(config)
+    key = api_key(config)
     if server_specs(config):
-        api_key(config)
-        check_host(config)
+        check_host(config.sglang.host, has_key=key is not None)
         check_interpreter(interpreter(config))
 
 
@@ -100,6 +110,8 @@ def _merge(role: str, common: Mapping[str, Any], own: Mapping[str, Any]) -> dict
     for key, place in [(k, "sglang.server") for k in common] + [(k, f"sglang.{role}.server") for k in own]:
         if key in OURS:
             raise UserError(f"{place}.{key} is set by {OURS[key]}; remove it from the table")
+        if key in CALLED:
+            raise UserError(f"{place}.{key} is called {CALLED[key]} here; write it so")
         if not key.isidentifier():
             raise UserError(f"{place}: {key!r} is no field of SGLang's ServerArgs; write its name, such as tp_size")
     table = {**common, **own}
@@ -111,10 +123,22 @@ def _spec(name: str, checkpoint: Path, index: int, table: Mapping[str, Any]) -> 
     the one before."""
     table, on_cpu = dict(table), table.get("device") == "cpu"
     if not on_cpu:
-        gpus = table.get("tp_size", 1) * table.get("pp_size", 1) * table.get("dp_size", 1)
-        table["base_gpu_id"] = table.get("base_gpu_id", 0) + index * gpus
+        table["base_gpu_id"] = _number(table, "base_gpu_id", 0) + index * _num_gpus(table)
     ours = {"model_path": checkpoint.absolute(), "weight_version": INITIAL_VERSION}
     return ServerSpec(name, tuple(word for pair in {**table, **ours}.items() for word in _words(*pair)), on_cpu)
+
+
+def _num_gpus(table: Mapping[str, Any]) -> int:
+    """With attention in data parallel, its replicas are among the GPUs of tensor parallelism."""
+    replicas = 1 if table.get("enable_dp_attention") else _number(table, "dp_size", 1)
+    return _number(table, "tp_size", 1) * _number(table, "pp_size", 1) * replicas
+
+
+def _number(table: Mapping[str, Any], key: str, otherwise: int) -> int:
+    value = table.get(key, otherwise)
+    if type(value) is not int or value < otherwise:
+        raise UserError(f"sglang: {key}={value!r} in a table of ServerArgs is no number; write one, or remove it")
+    return value
 
 
 def _words(name: str, value: object) -> list[str]:
@@ -142,7 +166,11 @@ def check_interpreter(python: Path) -> None:
     if shutil.which(python) is None:
         raise UserError(f"sglang.python: {python} is no program; {advice}")
     find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
-    if subprocess.run([python, "-c", find], check=False, stderr=subprocess.DEVNULL).returncode:
+    try:
+        found = subprocess.run([python, "-c", find], check=False, stderr=subprocess.DEVNULL).returncode == 0
+    except OSError:  # no program of this machine
+        found = False
+    if not found:
         raise UserError(f"sglang.python: {python} has no sglang; {advice}")
 
 
@@ -152,20 +180,3 @@ def api_key(config: Config) -> str | None:
     if name and not os.environ.get(name):
         raise UserError(f"sglang.api_key_env names {name}, which is not set; export {name}=...")
     return os.environ[name] if name else None
-
-
-def check_host(config: Config) -> None:
-    """A server obeys whoever reaches it: it loads any folder, and answers with its weights."""
-    host = config.sglang.host
-    if not is_loopback(host) and config.sglang.api_key_env is None:
-        raise UserError(
-            f"sglang.host={host} can be reached from other machines; set sglang.api_key_env to a variable with a key, "
-            "or use 127.0.0.1"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"

@@ -4,7 +4,7 @@ Three things can go wrong, and each is one type: the server cannot be reached, f
 caller decides where the request goes next), it refuses what was asked (`RequestRefused`, with its own words), or it
 answers in a shape that this project does not know (`RequestRefused` too). Nothing is retried here.
 
-Promise (tests/unit/test_client.py): a streamed message may be of any size and cut anywhere.
+Promise (tests/unit/test_fleet.py): a streamed message may be of any size and cut anywhere.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Client:
     async def get(self, url: str, path: str, silence_s: float | None = None) -> Any:
         """The JSON reply (None where the body is empty or plain text)."""
         async with self._request("GET", url, path, None, silence_s) as response:
-            return _json(await response.read())
+            return _json(url + path, await response.read())
 
     async def post(self, url: str, path: str, body: Mapping[str, Any], silence_s: float | None = None) -> Any:
         async with self._request("POST", url, path, body, silence_s) as response:
-            return _json(await response.read())
+            return _json(url + path, await response.read())
 
     async def stream(self, url: str, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """The JSON of each server-sent event, up to `[DONE]`. A stream that ends before it is a `ServerDown`.
@@ -89,7 +89,7 @@ class Client:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         silence_s = silence_s or self._silence_s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(10.0, silence_s), sock_read=silence_s)
-        data = None if body is None else orjson.dumps(body)
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)  # ids of environments
         try:
             async with self._open().request(method, url + path, data=data, timeout=timeout) as response:
                 if response.status != 200:
@@ -132,13 +132,16 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             line = [start_of_next]
 
 
-def _json(body: bytes) -> Any:
-    return orjson.loads(body) if body[:1] in (b"{", b"[") else None
+def _json(address: str, body: bytes) -> Any:
+    try:
+        return orjson.loads(body) if body[:1] in (b"{", b"[") else None
+    except orjson.JSONDecodeError:
+        raise RequestRefused(f"{address} answered what is no JSON; check the URL") from None
 
 
 async def _refuse(url: str, path: str, response: aiohttp.ClientResponse) -> None:
     """Raise what a status other than 200 means."""
-    text = (await response.text())[:2000]
+    text = (await response.text(errors="replace"))[:2000]
     if response.status in _BROKEN:
         raise ServerDown(url, f"{path} answered {response.status} {_message(text)}".strip())
     if response.status == 404:

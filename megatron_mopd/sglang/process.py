@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_mopd.config import Config
 from megatron_mopd.sglang import arguments
+from megatron_mopd.sglang.addresses import reserve_port, url_of
 
 CHILD = Path(__file__).with_name("child.py")
 USAGE_ERROR = 2
@@ -92,17 +93,3 @@ class ServerProcess:
 
     def release(self) -> None:
         self._port.close()
-
-
-def reserve_port(host: str) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    reserved = socket.socket(family, kind, protocol)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(address)
-    return reserved
-
-
-def url_of(host: str, port: int) -> str:
-    """For clients: a server on all addresses of a machine is reached by the machine's name."""
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"

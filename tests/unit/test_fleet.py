@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -41,6 +42,8 @@ class Backend:
                 web.post("/stream", self._stream),
                 web.post("/refuse", self._refuse),
                 web.post("/broken", self._broken),
+                web.get("/junk", self._junk),
+                web.get("/binary", self._binary),
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0)
@@ -84,6 +87,12 @@ class Backend:
 
     async def _broken(self, _: web.Request) -> web.Response:
         return web.Response(text="oops", status=500)
+
+    async def _junk(self, _: web.Request) -> web.Response:
+        return web.Response(text="{no json")
+
+    async def _binary(self, _: web.Request) -> web.Response:
+        return web.Response(body=b"\xff\xfe", status=400, content_type="text/plain", charset="utf-8")
 
 
 async def no_preparation(url: str) -> None: ...
@@ -317,12 +326,25 @@ def test_each_failure_of_a_request_is_one_line() -> None:
                 await client.get(backend.url, "/nowhere")
             with pytest.raises(ServerDown, match="answered 500 oops"):
                 await client.post(backend.url, "/broken", {})
+            with pytest.raises(RequestRefused, match="/junk answered what is no JSON; check the URL"):
+                await client.get(backend.url, "/junk")
+            with pytest.raises(RequestRefused, match="/binary answered 400"):
+                await client.get(backend.url, "/binary")
             with pytest.raises(UserError, match="is not a URL such as"):
                 await client.get("nonsense", "/server_info")
             backend.gate.clear()
             with pytest.raises(ServerDown, match=r"no answer for 0.2 s"):
                 await client.post(backend.url, "/work", {}, silence_s=0.2)
             backend.gate.set()
+
+    asyncio.run(body())
+
+
+def test_token_ids_of_an_environment_may_be_numpy_integers() -> None:
+    async def body() -> None:
+        async with world(1) as (_, (backend,), client):
+            ids = (1, np.int64(2), np.int32(3))
+            assert (await client.post(backend.url, "/work", {"input_ids": ids}))["body"] == {"input_ids": [1, 2, 3]}
 
     asyncio.run(body())
 

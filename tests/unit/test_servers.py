@@ -22,10 +22,11 @@ from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.run_lock import locked
 from megatron_mopd.sglang import files
+from megatron_mopd.sglang.addresses import reserve_port, url_of
 from megatron_mopd.sglang.arguments import check_servers, server_specs
 from megatron_mopd.sglang.launch import check_keeper, servers
 from megatron_mopd.sglang.placement import student_servers, teacher_servers
-from megatron_mopd.sglang.process import CHILD, reserve_port, url_of
+from megatron_mopd.sglang.process import CHILD
 
 
 def checkpoint(folder: Path, **fields: Any) -> Path:
@@ -105,6 +106,12 @@ def test_each_server_of_a_machine_has_gpus_of_its_own(tmp_path: Path) -> None:
     )
     first_gpus = [value_of(words_of(config, n), "--base-gpu-id") for n in ("student-0", "student-1", "teachers-1")]
     assert first_gpus == ["0", "2", "6"]
+    config = make_config(
+        tmp_path,
+        server={},
+        student={"num_servers": 2, "server": {"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}},
+    )
+    assert value_of(words_of(config, "student-1"), "--base-gpu-id") == "4"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +124,19 @@ def test_each_server_of_a_machine_has_gpus_of_its_own(tmp_path: Path) -> None:
         ({"host": "0.0.0.0"}, "sglang.host=0.0.0.0 can be reached from other machines; set sglang.api_key_env"),
         ({"host": "::"}, "can be reached"),
         ({"host": "10.1.2.3", "api_key_env": "MOPD_NOT_SET"}, "MOPD_NOT_SET, which is not set"),
+        ({"host": "0.0.0.0", "api_key_env": ""}, "can be reached"),
+        ({"host": "203.0.113.7", "api_key_env": "PATH"}, "sglang.host=203.0.113.7: .*; set an address of this machine"),
+        ({"student": {"urls": ["http://a:1"]}, "api_key_env": "MOPD_NOT_SET"}, "MOPD_NOT_SET, which is not set"),
+        ({"server": {"tensor_parallel_size": 2}}, "tensor_parallel_size is called tp_size here"),
+        ({"server": {"device": "cuda", "tp_size": "two"}}, "tp_size='two' in a table of ServerArgs is no number"),
+        ({"server": {"device": "cuda", "tp_size": None}}, "tp_size=None"),
+        ({"student": {"urls": ["127.0.0.1:30000"]}}, r"sglang.student.urls.0='127.0.0.1:30000' is no URL such as"),
+        ({"student": {"urls": ["http://a:1/"]}}, "without a slash at its end"),
+        ({"student": {"urls": ["http://a:99999"]}}, "is no URL"),
+        ({"student": {"urls": ["http://a:1", "http://a:1"]}}, "sglang.student.urls.1=http://a:1 is there twice"),
+        ({"student": {"urls": ["http://a:1"], "num_servers": 2}}, "remove one of the two"),
+        ({"teachers": {"urls": {"t0": "nonsense"}}}, "sglang.teachers.urls.t0='nonsense' is no URL"),
+        ({"student": {"urls": ["http://a:1"]}, "teachers": {"urls": {"t0": "http://a:1"}}}, "is a student server too"),
         ({"teachers": {"num_servers": 4}}, "num_servers=4, but 3 teachers"),
         ({"teachers": {"urls": {"t9": "http://a:1"}}}, "sglang.teachers.urls.t9"),
         ({"python": "absent/python"}, "is no program; without a GPU run tools/setup_sglang_cpu.sh"),
@@ -128,6 +148,18 @@ def test_refuses_before_anything_is_started(tmp_path: Path, sglang: dict[str, An
     with pytest.raises(UserError, match=said), servers(config):
         pass
     assert not (tmp_path / "run").exists()
+
+
+def test_an_interpreter_that_the_machine_cannot_run_has_no_sglang(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("no program")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=r"sglang\.python: .* has no sglang"):
+        check_servers(make_config(tmp_path, python=str(python)))
+
+
+def test_urls_of_roles_that_are_embedded_are_not_asked_for(tmp_path: Path) -> None:
+    check_servers(make_config(tmp_path, num_teachers=0, engine="embedded", student={"urls": ["?"]}, api_key_env="NO"))
 
 
 def test_refuses_a_checkpoint_with_dense_layers_that_sglang_would_get_wrong(tmp_path: Path) -> None:
