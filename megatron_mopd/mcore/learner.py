@@ -70,7 +70,7 @@ class Learner:
             check_router_replay(self._table, hf_config)
         self.models = build_model(config.megatron, hf_config)
         BalancedRouter.install(self.models)
-        self.replay = RouterReplay(self.models)
+        self.replay = RouterReplay(self.models, config.rollout.router_replay)
         if self.models[-1].post_process:
             LogprobHead.install(self.models[-1], self.vocab_size, config.rollout.temperature)
         self.chunks = wrap(self.models, self._table)
@@ -136,7 +136,7 @@ class Learner:
     def routes(self, batch: Rows) -> np.ndarray:
         """The experts that the routers choose, int16 [N, L, K] as Batch.routed_experts, on every rank. Changes nothing.
 
-        With router replay a router chooses itself here, after layers that took the experts of the batch.
+        Needs rollout.router_replay. A router chooses itself here, after layers that took the experts the batch has.
         """
         recorder = self.replay.recorder(int(batch.lengths.sum()))
         self._evaluate(batch, recorder)

@@ -98,11 +98,13 @@ class RouteHook:
 
 
 class RouterReplay:
-    """The hooks of all routers that this rank holds."""
+    """The hooks of all routers that this rank holds. Not `enabled`: there are none, and routers may be of kinds that
+    would never ask one."""
 
-    def __init__(self, models: Sequence[GPTModel]) -> None:
+    def __init__(self, models: Sequence[GPTModel], enabled: bool) -> None:
         self._config = models[0].config
-        self._hooks = {model: [_install(m) for m in model.modules() if isinstance(m, TopKRouter)] for model in models}
+        self._enabled = enabled
+        self._hooks = {model: [_install(router) for router in _routers(model)] if enabled else [] for model in models}
 
     def aim(self, model: GPTModel, micro: DeviceMicroBatch, observer: Observer | None = None) -> None:
         """Call right before a forward of `model` on `micro`; replays the routes that `micro` has."""
@@ -121,6 +123,7 @@ class RouterReplay:
             assert hook.idle, f"the router of layer {hook.layer} did not run as expected"
 
     def recorder(self, num_tokens: int) -> Recorder:
+        assert self._enabled, "nobody asks the routers"
         return Recorder(num_tokens, self._config.num_layers, self._config.moe_router_topk)
 
     def _place(self, num_tokens: int) -> slice:
@@ -152,6 +155,10 @@ class RouterReplay:
                 "rollout.router_replay off"
             )
         return targets_tlK
+
+
+def _routers(model: GPTModel) -> list[TopKRouter]:
+    return [module for module in model.modules() if isinstance(module, TopKRouter)]
 
 
 def _install(router: TopKRouter) -> RouteHook:

@@ -115,6 +115,7 @@ class TokenLog:
                 raise UserError(f"{self._who(url)} sent log-prob {logprob} for token {token_id}")
             self.token_ids.append(token_id)
             self.logprobs.append(logprob)
+            self.routed_experts = None  # those of an earlier attempt do not reach this token
 
     def _add_routes(self, meta: Mapping[str, Any], url: str) -> None:
         """Every attempt asks for all from `routed_positions` on, so those of the last one are complete."""

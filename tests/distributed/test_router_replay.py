@@ -103,7 +103,7 @@ def chosen(config: Config, batch: Batch) -> np.ndarray:
 @pytest.fixture(scope="module")
 def own(ranks: Pools, model: Path) -> Batch:
     """The experts that the model chooses without a replay."""
-    return with_routes(batch_of(), ranks(1)(chosen, config_of(model, PLAIN), batch_of())[0])
+    return with_routes(batch_of(), ranks(1)(chosen, replaying(model), batch_of())[0])
 
 
 @pytest.fixture(scope="module")
@@ -201,12 +201,17 @@ def test_tokens_without_routes_are_bit_for_bit_those_of_no_replay(
     bare = dataclasses.replace(own, routed_experts=np.full_like(routes_in(own), -1))
     plain = config_of(model, {**PLAIN, **options}, learner={"micro_batch_tokens": 40})
     want = run(ranks, 1, plain, bare, tmp_path / "want")
-    own = with_routes(own, ranks(1)(chosen, plain, own)[0])
+    own = with_routes(own, ranks(1)(chosen, replaying(model, **options), bare)[0])
     for batch, count in ((bare, 0), (own, num_routes(own))):
         got = run(ranks, 1, replaying(model, **options), batch, tmp_path / f"got-{count}")
         assert got.metrics.route_agreement == (float(count > 0), count)
         assert without_agreement(got).metrics == want.metrics
         assert all(torch.equal(got.gradients[name], g) for name, g in want.gradients.items())
+
+
+def test_routers_that_ask_nobody_train_without_replay(ranks: Pools, model: Path, tmp_path: Path) -> None:
+    config = config_of(model, {**PLAIN, "moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0})
+    assert run(ranks, 1, config, batch_of(), tmp_path / "gradients").metrics.loss_tokens
 
 
 def one_after_another(config: Config, batches: list[Batch]) -> list[np.ndarray]:
@@ -240,8 +245,7 @@ def test_nothing_leaks_into_the_next_batch(
 
 @pytest.mark.parametrize("layout", ["single", "TP2+SP", "PP2xVPP2", "CP2", "TP2xEP2"])
 def test_routes_are_those_of_the_model_at_every_layout(layout: str, ranks: Pools, model: Path, own: Batch) -> None:
-    megatron = {} if layout == "single" else LAYOUTS[layout][1]
-    for got in ranks(size_of(layout))(chosen, config_of(model, {**PLAIN, **megatron}), batch_of()):
+    for got in ranks(size_of(layout))(chosen, replaying(model, layout), batch_of()):
         want = np.where(np.arange(NUM_LAYERS)[:, None] == DENSE, -1, routes_in(own))
         np.testing.assert_array_equal(np.sort(got), np.sort(want))
 

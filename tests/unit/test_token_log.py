@@ -125,6 +125,16 @@ def test_routes_are_those_of_the_last_attempt() -> None:
     assert got.dtype == np.int16
 
 
+def test_a_segment_that_outgrew_its_routes_has_none() -> None:
+    """The next segment then covers its positions too (types.Segment); too few routes would end the run."""
+    t = log((2, 2))
+    t.add(reply([5, 50], 2, EOS, routed_experts=base64.b64encode(np.zeros(3 * 4, np.int32).tobytes())), URL)
+    t.continuation()
+    assert t.segment.routed_experts is not None, "nothing came after them yet"
+    t.add(reply([6], 1), URL)
+    assert t.segment.routed_experts is None
+
+
 def test_routes_must_be_there_and_fit() -> None:
     with pytest.raises(UserError, match="sent no routes; it must run with --enable-return-routed-experts"):
         log((2, 2)).add(reply([9], 1, {"type": "stop", "matched": 9}), URL)
