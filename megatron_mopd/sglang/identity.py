@@ -68,7 +68,7 @@ async def check_server(
     """
     await _check_endpoints(client, url, endpoints)
     info = await client.get(url, "/server_info")
-    _check_version(url, info)
+    check_version(url, info)
     for name, value in (arguments or {}).items():
         if info.get(name) != value:
             raise UserError(f"server {url} was started with {name}={info.get(name)}; start it with {name}={value}")
@@ -143,7 +143,8 @@ async def _check_endpoints(client: Client, url: str, endpoints: Iterable[str]) -
             raise UserError(f"server {url} has no {path}; start SGLang 0.5.23 or newer there")
 
 
-def _check_version(url: str, info: object) -> None:
+def check_version(url: str, info: object) -> None:
+    """Raise UserError unless `info` is the /server_info of an SGLang that this project knows."""
     version = str(info.get("version")) if isinstance(info, dict) else "unknown"
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if numbers < OLDEST:

@@ -20,6 +20,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.outer_group import OuterGroup, OuterGroupFailed
 from megatron_mopd.sglang.client import Client, RequestRefused, ServerDown
+from megatron_mopd.sglang.identity import check_version
 
 _FORGET_SILENCE_S = 10.0
 
@@ -37,6 +38,7 @@ class Server:
     @classmethod
     def of(cls, url: str, info: dict[str, Any]) -> Server:
         """From its /server_info. Raises UserError where it cannot take broadcasts from this trainer."""
+        check_version(url, info)
         if (info["dp_size"], info["pp_size"]) != (1, 1):
             raise UserError(
                 f"{url} has dp_size={info['dp_size']}, pp_size={info['pp_size']}; with "

@@ -128,7 +128,7 @@ def refusal(**info: Any) -> str:
     from megatron_mopd.errors import UserError
     from megatron_mopd.sglang.sender import Server
 
-    usual = {"dp_size": 1, "pp_size": 1, "tp_size": 2, "device": "cpu", "startup_time": {}}
+    usual = {"version": "0.5.23", "dp_size": 1, "pp_size": 1, "tp_size": 2, "device": "cpu", "startup_time": {}}
     try:
         return str(Server.of("http://a:1", usual | info).num_ranks)
     except UserError as error:
@@ -139,5 +139,7 @@ def test_a_server_that_cannot_take_broadcasts_is_refused(ranks: Pools):
     assert ranks(1)(refusal) == ["2"]
     (message,) = ranks(1)(partial(refusal, dp_size=2))
     assert message.startswith("http://a:1 has dp_size=2, pp_size=1; with sglang.weight_transport=distributed")
+    (message,) = ranks(1)(partial(refusal, version=None))  # another program answers there
+    assert message.startswith("server http://a:1 is SGLang None")
     (message,) = ranks(1)(partial(refusal, device="cuda"))
     assert message.startswith("http://a:1 computes on cuda, the trainer on cpu; set sglang.weight_transport=disk")
