@@ -33,6 +33,7 @@ from megatron_mopd.sglang.identity import LOADING, SAMPLING, SCORING, check_serv
 from megatron_mopd.sglang.launch import api_key, check_keeper, endpoints
 from megatron_mopd.sglang.placement import student_servers
 from megatron_mopd.sglang.served_weights import FetchWeights, ServedWeights
+from megatron_mopd.sglang.supported import LOSES_ROUTES
 from megatron_mopd.sglang.token_log import TokenLog
 from megatron_mopd.types import Segment
 
@@ -254,7 +255,7 @@ class SGLangEngine:
         """Bring a server that was away to the weights of now."""
         arguments = {"incremental_streaming_output": True}
         if self._routed_shape is not None:
-            arguments["enable_return_routed_experts"] = True
+            arguments |= {"enable_return_routed_experts": True, LOSES_ROUTES: False}
         facts = await check_server(
             self._client,
             url,

@@ -1,4 +1,4 @@
-"""Checkpoints that SGLang would serve wrongly without a word."""
+"""Checkpoints that SGLang would serve wrongly without a word, and routed experts that it would get wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
-from megatron_mopd.sglang.placement import teacher_servers
+from megatron_mopd.sglang.placement import student_servers, teacher_servers
 
 ALL_SPARSE = ("Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM")
 """SGLang's models/qwen3_moe.py and qwen2_moe.py make every layer a layer of experts, and leave those of a layer that is
@@ -22,15 +22,30 @@ COSMETIC = {
 """Of config.json: what changes no log-prob."""
 
 
+LOSES_ROUTES = "enable_hierarchical_cache"
+"""SGLang 0.5.23 records routes by the slot of a token's cache. A token that comes back from the host gets another slot,
+and the routes of whatever was there before."""
+
+
 def check_checkpoints(config: Config) -> None:
     """Raise UserError for the first checkpoint of the configuration that SGLang servers, wherever they are, would get
     wrong."""
     if config.rollout.engine == "sglang":
         _check(config.student.checkpoint, "student.checkpoint", "rollout.engine")
+        _check_routes(config)
     if config.teachers.backend == "sglang":
         for i, teacher in enumerate(config.teachers.models):
             _check(teacher.checkpoint, f"teachers.models.{i} ({teacher.name})", "teachers.backend")
         _check_shared_servers(config)
+
+
+def _check_routes(config: Config) -> None:
+    student = {**config.sglang.server, **config.sglang.student.server}
+    if config.rollout.router_replay and student_servers(config) and student.get(LOSES_ROUTES):
+        raise UserError(
+            f"sglang: with {LOSES_ROUTES} SGLang mixes up the routed experts of tokens whose cache was on the host; "
+            f"set sglang.student.server.{LOSES_ROUTES}=false, or turn rollout.router_replay off"
+        )
 
 
 def _check_shared_servers(config: Config) -> None:

@@ -27,6 +27,8 @@ from megatron_mopd.sglang.arguments import check_servers, server_specs
 from megatron_mopd.sglang.launch import check_keeper, servers
 from megatron_mopd.sglang.placement import student_servers, teacher_servers
 from megatron_mopd.sglang.process import CHILD
+from megatron_mopd.sglang.supported import check_checkpoints
+from megatron_mopd.yaml_tree import overlay
 
 
 def checkpoint(folder: Path, **fields: Any) -> Path:
@@ -170,6 +172,22 @@ def test_refuses_a_checkpoint_with_dense_layers_that_sglang_would_get_wrong(tmp_
     checkpoint(tmp_path / "t1", decoder_sparse_step=2)
     with pytest.raises(UserError, match=r"teachers\.backend=embedded"):
         check_servers(config)
+
+
+def test_refuses_routes_that_a_cache_on_the_host_would_mix_up(tmp_path: Path) -> None:
+    """A prefix of 144 tokens that came back from the host had the routes of others for four in five of them."""
+    hicache = {"server": {"enable_hierarchical_cache": True}}
+
+    def check(router_replay: bool, sglang: dict[str, Any]) -> None:
+        config = make_config(tmp_path, **sglang).model_dump()
+        check_checkpoints(Config.model_validate(overlay(config, {"rollout": {"router_replay": router_replay}})))
+
+    for tables in (hicache, {"student": hicache}):
+        with pytest.raises(UserError, match=r"set sglang\.student\.server\.enable_hierarchical_cache=false"):
+            check(True, tables)
+        check(False, tables)
+    check(True, {**hicache, "student": {"server": {"enable_hierarchical_cache": False}}})
+    check(True, {"teachers": hicache})
 
 
 def test_refuses_teachers_of_two_architectures_on_one_server(tmp_path: Path) -> None:
