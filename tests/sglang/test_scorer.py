@@ -23,6 +23,8 @@ from megatron_mopd.sglang.client import Client
 from megatron_mopd.sglang.scorer import SGLangScorer, posts, sglang_scorer
 from megatron_mopd.sglang.teacher_server import TeacherPlace
 from megatron_mopd.sglang.weights import load_folder
+from tools.bench_scoring import compare, first_teacher, ratio_of_fastest
+from tools.bench_scoring import trajectories as random_trajectories
 
 pytestmark = pytest.mark.sglang
 
@@ -216,6 +218,13 @@ def pair(start_servers: StartServers, tmp_path_factory: pytest.TempPathFactory) 
 
 TWO = {"teachers": {"num_servers": 2}}
 """teachers-0 holds t0 and t2 in turn, teachers-1 holds t1."""
+
+
+def test_scoring_is_as_fast_as_the_server(pair: Servers) -> None:
+    """What the scorer adds to a raw loop of the same requests."""
+    config = first_teacher(pair.config)
+    seconds = asyncio.run(compare(config, random_trajectories(config, 150, prompt_tokens=32), num_rounds=8))
+    assert ratio_of_fastest(seconds) >= 0.85
 
 
 def test_a_dead_server_delays_its_own_teachers_alone_and_loses_nothing(pair: Servers, checkpoints: list[Path]) -> None:
