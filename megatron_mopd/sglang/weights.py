@@ -39,6 +39,9 @@ _VOCABULARY_ROWS = 64
 PARTIAL_VERSION = "partial"
 """Of a server that is being given weights in parts: if that breaks off, it must not be taken for what it was."""
 
+_IDLE_S = 30.0
+"""How long a server may take to end what was aborted."""
+
 Place = tuple[int, int]
 """Of a Hugging Face tensor in a parameter of the server: (expert, part of the fusion)."""
 
@@ -59,13 +62,14 @@ async def read_version(client: Client, url: str) -> str:
 async def load_folder(client: Client, url: str, folder: Path, version: str) -> None:
     """Make the server serve the Hugging Face folder, which it must see under the same path, as `version`.
 
-    It first finishes what it is generating. Its prefix cache is emptied. Raises UserError where it cannot, ServerDown
+    What it is generating is aborted. Its prefix cache is emptied. Raises UserError where it cannot, ServerDown
     where it dies. SGLang says "Rolling back to original weights" and reads the new folder again: after an error the
     server must be started anew or loaded again before it is used.
     """
     check_weight_files(folder, "weights")  # SGLang dies of a file that is cut short
     body = {"model_path": str(folder.absolute()), "flush_cache": True, "weight_version": version}
     try:
+        await _become_idle(client, url)
         await client.post(url, "/update_weights_from_disk", body)
     except RequestRefused as error:
         raise UserError(
@@ -73,6 +77,13 @@ async def load_folder(client: Client, url: str, folder: Path, version: str) -> N
             "all machines must see this folder, and the server must be started on a model of the same shape"
         ) from None
     await check_version(client, url, version)
+
+
+async def _become_idle(client: Client, url: str) -> None:
+    """A request stays in the scheduler for a moment after its reply, longer where its caller has given it up. SGLang
+    would load under it, and then fail because it cannot empty the cache."""
+    await client.post(url, "/abort_request", {"abort_all": True})
+    await client.post(url, f"/flush_cache?timeout={_IDLE_S:g}", {})
 
 
 async def check_version(client: Client, url: str, version: str) -> None:
