@@ -2,8 +2,8 @@
 sampled.
 
 Promises: what is sent together depends on the order of arrival alone (a lane sends once `batch_tokens` wait, the
-rest at the end), so the scores of a step are reproducible to the bit; each trajectory is scored once; a reply of
-another length or a non-finite one raises and names the teacher and the trajectory.
+rest at the end), so the scores of a step are reproducible to the bit where the scorer's are; each trajectory is scored
+once; a reply of another length or a non-finite one raises and names the teacher and the trajectory.
 """
 
 from __future__ import annotations
