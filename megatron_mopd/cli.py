@@ -102,6 +102,9 @@ def _eval(config: Config, words: list[str]) -> None:
 
 
 def _serve(config: Config, words: list[str]) -> int:
+    from megatron_mopd.preflight import check_run_folder
+
+    check_run_folder(config.run.folder)
     from megatron_mopd import build
 
     return build.serve(config)

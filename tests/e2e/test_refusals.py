@@ -65,3 +65,11 @@ def test_preflight_says_the_same_and_prints_the_coverage(mopd, run_folder):
     assert result.returncode == 0
     assert "agents/high" in result.stdout
     assert not run_folder.exists()
+
+
+def test_serve_refuses_a_folder_that_cannot_be_written_to(mopd, tmp_path):
+    (tmp_path / "file").touch()
+    run_folder = tmp_path / "file" / "run"
+    assert "is not a folder; choose another run.folder" in refusal(
+        mopd, run_folder, "rollout.engine=sglang", command="serve"
+    )
