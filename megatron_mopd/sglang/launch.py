@@ -85,7 +85,10 @@ def check_keeper(run_folder: Path) -> None:
     if failure.exists():
         raise UserError(failure.read_text())
     if not files.keeper_lives(run_folder):
-        raise UserError(f"the keeper of the servers has ended; see {run_folder}/logs/keeper.log")
+        raise UserError(
+            f"the keeper of the servers has ended; see {run_folder}/logs/keeper.log, or what `mopd serve` said if it "
+            "was that"
+        )
 
 
 def _wait(keeper: subprocess.Popen, timeout_s: float) -> None:
