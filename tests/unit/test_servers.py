@@ -259,7 +259,7 @@ def test_servers_of_mopd_serve_are_used_if_they_are_the_ones_needed(tmp_path: Pa
         files.write_endpoint(run, "teachers-0", "http://a:2", 1)
         with servers(config):
             assert not (run / "logs").exists()
-    with pytest.raises(UserError, match="the keeper of the servers has ended; .* `mopd serve`"):
+    with pytest.raises(UserError, match=r"the keeper of the servers has ended; .* `mopd serve`"):
         check_keeper(run)
 
 
