@@ -25,7 +25,7 @@ from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.resume import check_resume
 from megatron_mopd.rollout.environments import check_options, load_factory
-from megatron_mopd.sglang.arguments import check_servers
+from megatron_mopd.sglang.arguments import check_servers, server_lines
 from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.router import Router
 from megatron_mopd.telemetry.sinks import check_sinks
@@ -53,7 +53,7 @@ def preflight(config: Config, world_size: int) -> str:
     check_rollout(config, table, hf_config)
     check_prompts(config)
     check_sinks(config.telemetry)
-    return "\n".join(filter(None, (router.coverage(), check_resume(config, world_size))))
+    return "\n".join(filter(None, (router.coverage(), *server_lines(config), check_resume(config, world_size))))
 
 
 def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:

@@ -48,6 +48,17 @@ def _check_url(url: str, key: str) -> None:
         raise UserError(f"{key}={url!r} is no URL such as http://10.0.0.1:30000, without a slash at its end")
 
 
+def answers(url: str) -> bool:
+    """Whether something listens there now."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
 def check_host(host: str, has_key: bool) -> None:
     """A server obeys whoever reaches it: it loads any folder, and answers with its weights."""
     if not is_loopback(host) and not has_key:

@@ -18,7 +18,8 @@ from typing import Any
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
-from megatron_mopd.sglang.addresses import check_host, check_urls
+from megatron_mopd.sglang import files
+from megatron_mopd.sglang.addresses import answers, check_host, check_urls
 from megatron_mopd.sglang.placement import INITIAL_VERSION, started_teachers, student_servers, teacher_servers
 from megatron_mopd.sglang.supported import check_checkpoints
 
@@ -88,6 +89,23 @@ def check_servers(config: Config) -> None:
     if server_specs(config):
         check_host(config.sglang.host, has_key=key is not None)
         check_interpreter(interpreter(config))
+
+
+def server_lines(config: Config) -> list[str]:
+    """What a user should know while the run waits for its servers."""
+    table, lines = config.sglang, []
+    if (specs := server_specs(config)) and not files.is_served(config.run.folder):
+        names = ", ".join(spec.name for spec in specs)
+        lines.append(f"SGLang servers to start: {names}; this takes a while, see {config.run.folder}/logs")
+    student = table.student.urls if config.rollout.engine == "sglang" else ()
+    teachers = table.teachers.urls.values() if config.teachers.backend == "sglang" else ()
+    silent = [url for url in (*student, *teachers) if not answers(url)]
+    if silent:
+        lines.append(
+            f"nothing answers at {', '.join(silent)} yet; the run waits at most {table.start_timeout_s:g} s "
+            "(sglang.start_timeout_s)"
+        )
+    return lines
 
 
 def server_specs(config: Config) -> list[ServerSpec]:

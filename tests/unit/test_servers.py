@@ -23,7 +23,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.run_lock import locked
 from megatron_mopd.sglang import files
 from megatron_mopd.sglang.addresses import reserve_port, url_of
-from megatron_mopd.sglang.arguments import check_servers, server_specs
+from megatron_mopd.sglang.arguments import check_servers, server_lines, server_specs
 from megatron_mopd.sglang.launch import check_keeper, servers
 from megatron_mopd.sglang.placement import student_servers, teacher_servers
 from megatron_mopd.sglang.process import CHILD
@@ -77,6 +77,16 @@ def test_servers_given_by_url_are_not_started(tmp_path: Path) -> None:
     assert student_servers(config) == ()
     assert teacher_servers(config) == {"t0": "teachers-0", "t2": "teachers-1"}
     assert server_specs(make_config(tmp_path, num_teachers=0, engine="embedded")) == []
+
+
+def test_a_user_is_told_what_the_run_will_wait_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, reserve_port("127.0.0.1") as silent:
+        here, nowhere = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in (listening, silent))
+        config = make_config(tmp_path, 2, teachers={"urls": {"t0": nowhere}}, student={"urls": [here]})
+        started, waits = server_lines(config)
+    assert "servers to start: teachers-0;" in started
+    assert f"nothing answers at {nowhere} yet; the run waits at most 900 s" in waits
+    assert server_lines(make_config(tmp_path, num_teachers=0, engine="embedded")) == []
 
 
 def test_options_are_sglangs_own_and_the_own_table_counts_more(tmp_path: Path) -> None:
