@@ -2,7 +2,7 @@
 
     POST /generate {"input_ids": [prompt + response, ...], "logprob_start_len": [len(prompt) - 1, ...], 0 new tokens}
 
-Promises (tests/sglang/test_scorer_contract.py, tests/sglang/test_scorer.py): float32, finite, aligned by position from
+Promises (tests/sglang/test_scorer_contract.py, tests/sglang/test_scoring.py): float32, finite, aligned by position from
 the left (SGLang names the vocabulary's last id 0); exactly one result per trajectory, from the weights of its teacher,
 also when servers die in the middle of it; a dead server delays only the teachers that live on it. Requests carry tokens
 alone: no routes of the student, no weights. Scores depend on what a server batches and caches in their last bits.

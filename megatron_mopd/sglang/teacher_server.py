@@ -1,6 +1,6 @@
 """One server and the teachers that live on it: it holds the weights of one of them at a time.
 
-Promises (tests/sglang/test_scorer.py): a reply is used only if the server stamped it with the weights that the teacher
+Promises (tests/sglang/test_scoring.py): a reply is used only if the server stamped it with the weights that the teacher
 was found on; weights change only when nothing is in flight; a server that died comes back with the right weights before
 it gets work. No prefix of one teacher is cached for another.
 """
