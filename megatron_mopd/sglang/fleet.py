@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,8 @@ class Fleet:
         server = next(s for s in self.servers if s.url == url)
         if not server.up:
             return
-        server.up, server.why_down = False, reason
+        server.up = False
+        self._note_down(server, reason)
         self._home = {key: home for key, home in self._home.items() if home is not server}
         self._watch(server)
         if not self.urls:
@@ -197,12 +199,19 @@ class Fleet:
                 await self._prepare(server.url)
                 server.up = True
             except ServerDown as error:
-                server.why_down = error.reason
+                self._note_down(server, error.reason)
                 self._check_hope()
                 await asyncio.sleep(PROBE_INTERVAL_S)
+        print(f"{self.name} server {server.url} takes work", file=sys.stderr, flush=True)
         if self._patience is not None:
             self._patience.cancel()
         self._hand_out()
+
+    def _note_down(self, server: Server, reason: str) -> None:
+        """Say it once, in the driver's log: where others go on without it, nobody else would."""
+        if reason != server.why_down:
+            print(f"{self.name} server {server.url} gets no work: {reason}", file=sys.stderr, flush=True)
+        server.why_down = reason
 
     def _watched(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled() and (error := watch.exception()) is not None:

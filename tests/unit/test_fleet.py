@@ -193,7 +193,7 @@ def test_a_busy_home_sends_its_work_elsewhere() -> None:
     asyncio.run(body())
 
 
-def test_work_of_a_dead_server_is_done_elsewhere_and_it_gets_work_again() -> None:
+def test_work_of_a_dead_server_is_done_elsewhere_and_it_gets_work_again(capsys: pytest.CaptureFixture[str]) -> None:
     async def body() -> None:
         prepared: Counter[str] = Counter()
 
@@ -221,6 +221,9 @@ def test_work_of_a_dead_server_is_done_elsewhere_and_it_gets_work_again() -> Non
             assert set(ports) == {dead.port, alive.port}
 
     asyncio.run(body())
+    log = capsys.readouterr().err.splitlines()
+    assert sum("gets no work: " in line for line in log) >= 1
+    assert sum("takes work" in line for line in log) == 3, "two at first, one again"
 
 
 def test_work_waits_for_a_lone_server_and_for_no_longer_than_it_may() -> None:
