@@ -15,19 +15,23 @@ from megatron_mopd.mcore.learner import Learner
 
 
 class FolderPublisher:
-    """Writes RUN/weights/vXXXXXXXX, a Hugging Face folder, and keeps the last two."""
+    """Writes RUN/weights/vXXXXXXXX, a Hugging Face folder, and keeps the version before it."""
 
     def __init__(self, run_folder: Path):
         self._folder = run_folder / "weights"
 
     def publish(self, learner: Learner) -> str:
         """Export the learner's weights as the version of its step; return the folder. Collective."""
-        folder = self._folder / f"v{learner.step:08d}"
+        folder = self._of(learner.step)
         learner.export(folder)
         if dist.get_rank() == 0:
-            for older in sorted(self._folder.glob("v*"))[:-2]:
-                shutil.rmtree(older)
+            for other in self._folder.glob("v*"):  # also newer ones, of a run that has gone back to a checkpoint
+                if other not in (folder, self._of(learner.step - 1)):
+                    shutil.rmtree(other)
         return str(folder)
 
     def close(self) -> None:
         """The folders stay."""
+
+    def _of(self, version: int) -> Path:
+        return self._folder / f"v{version:08d}"

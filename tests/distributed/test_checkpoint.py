@@ -149,3 +149,22 @@ def save_three(config: Config, folder: Path) -> list[str]:
 def test_the_newest_checkpoints_are_kept_and_whole(ranks: Pools, model: Path, tmp_path: Path) -> None:
     names = ranks(1)(save_three, config_of(model, {}), tmp_path / "checkpoints")[0]
     assert names == ["latest", "step_00000002", "step_00000003", "step_00000009"]
+
+
+def publish_at(config: Config, folder: Path, steps: tuple[int, ...]) -> list[list[str]]:
+    """Names of the weight folders after each publication."""
+    from megatron_mopd.mcore.publish import FolderPublisher
+
+    learner, publisher, names = start(config), FolderPublisher(folder), []
+    for learner.step in steps:
+        published = Path(publisher.publish(learner))
+        assert (published / "config.json").is_file()
+        names.append(sorted(path.name for path in published.parent.iterdir()))
+    return names
+
+
+def test_weights_of_this_step_and_the_one_before_are_kept(ranks: Pools, model: Path, tmp_path: Path) -> None:
+    """Also by a run that has gone back to a checkpoint, and finds the newer ones of its past."""
+    names = ranks(1)(publish_at, config_of(model, {}), tmp_path, (0, 1, 2, 3, 2, 3))[0]
+    v0, v1, v2, v3 = (f"v{i:08d}" for i in range(4))
+    assert names == [[v0], [v0, v1], [v1, v2], [v2, v3], [v2], [v2, v3]]
