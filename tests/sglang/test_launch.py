@@ -77,9 +77,18 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
 
 
 def assert_all_end(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=END_S)
-    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    deadline = time.monotonic() + END_S
+    while (alive := [p for p in processes if not has_ended(p)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert alive == [], f"{[' '.join(cmdline(p))[:80] for p in alive]} stay"
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """A zombie has, whether its parent has seen it or not."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def status(url: str, key: str | None = None) -> int:

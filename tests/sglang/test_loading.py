@@ -15,7 +15,7 @@ from megatron_mopd.sglang.weights import load_folder, read_version
 
 pytestmark = pytest.mark.sglang
 
-NUM_LOADS = 100
+NUM_LOADS = 40
 SCORED = {
     "input_ids": [list(range(1, 60))] * 4,
     "sampling_params": {"max_new_tokens": 0},
