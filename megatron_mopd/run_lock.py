@@ -21,14 +21,15 @@ def locked(run_folder: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     run_folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + wait_s
     with (run_folder / FILE_NAME).open("w") as file:
-        while not _try_lock(file.fileno()):
+        while not try_lock(file.fileno()):
             if time.monotonic() > deadline:
                 raise UserError(f"another run is at work in {run_folder}; wait for it or choose another run.folder")
             time.sleep(0.1)
         yield
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Take the kernel's lock on an open file, until it is closed; False where another process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,7 +11,6 @@ end; on a CPU one server starts at a time, whatever keepers are at work on the m
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ from pathlib import Path
 from megatron_mopd.cli import guarded
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
-from megatron_mopd.run_lock import locked
+from megatron_mopd.run_lock import locked, try_lock
 from megatron_mopd.sglang import arguments, files
 from megatron_mopd.sglang.client import Client, ServerDown
 from megatron_mopd.sglang.process import USAGE_ERROR, ServerProcess
@@ -126,17 +125,9 @@ async def _turn(on_cpu: bool) -> AsyncIterator[None]:
         return
     path = Path(tempfile.gettempdir()) / f"megatron_mopd-{os.getuid()}-sglang-start.lock"
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)) as file:
-        while not _try_lock(file.fileno()):
+        while not try_lock(file.fileno()):
             await asyncio.sleep(CHECK_S)
         yield
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @contextmanager
