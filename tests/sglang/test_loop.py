@@ -1,4 +1,4 @@
-"""The whole loop on SGLang servers, and the loss of its servers in the middle."""
+"""The whole loop on SGLang servers, and the loss of the student's in the middle; of teachers: test_scoring.py."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def wait_until_sampling(run_folder: Path) -> None:
         time.sleep(0.01)
 
 
-def test_dead_servers_come_back_and_nothing_is_lost(
+def test_a_dead_server_comes_back_and_nothing_is_lost(
     start: Callable[..., subprocess.Popen[str]], on_servers: list[str], tmp_path: Path
 ) -> None:
     """The trainer is TP2 x EP2 and broadcasts its weights. The new server gets those of now from a folder that is made
@@ -76,7 +76,6 @@ def test_dead_servers_come_back_and_nothing_is_lost(
     wait_for_step(process, run_folder, 1, SERVERS_S)
     wait_until_sampling(run_folder)
     kill(run_folder, "student-0")
-    kill(run_folder, "teachers-0")
     _, err = process.communicate(timeout=SERVERS_S)
     assert process.returncode == 0, err
     rows = metrics(run_folder)
