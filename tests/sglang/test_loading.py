@@ -37,6 +37,7 @@ def test_a_server_that_has_just_replied_can_be_loaded(student: Server) -> None:
             for i in range(NUM_LOADS):
                 await client.post(student.url, "/generate", SCORED)
                 await load(f"after-{i}")
+                assert await read_version(client, student.url) == f"after-{i}"
 
     asyncio.run(body())
 
