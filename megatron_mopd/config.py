@@ -52,11 +52,17 @@ class Student(Table):
     """Hugging Face folder of the SFT policy from which the student starts."""
 
 
+Backend = Literal["embedded", "sglang", "megatron"]
+
+
 class Teacher(Table):
     name: str
     domain: str
     effort: str
     checkpoint: Path
+    """Hugging Face folder."""
+    backend: Backend | None = None
+    """Where it is served; null: teachers.backend."""
 
     @property
     def cell(self) -> Cell:
@@ -64,10 +70,37 @@ class Teacher(Table):
 
 
 class Teachers(Table):
-    backend: Literal["embedded", "sglang"] = "embedded"
+    backend: Backend = "embedded"
+    """embedded: in the driver. sglang: on servers, see `sglang`. megatron: by a teacher service, see `service`."""
     batch_tokens: Count = 16384
     """A lane sends its waiting trajectories once they hold this many tokens, and the rest when sampling has ended."""
+    max_in_flight: Count = 4
+    """Requests of a lane in flight at one endpoint."""
+    attempt_timeout_s: Seconds = 600.0
+    """A request without its whole reply after so long is given up, and its endpoint counts as dead."""
+    max_attempts: Count = 8
+    """Attempts at a request, on whatever endpoints, before the run is given up."""
+    recovery_timeout_s: Seconds = 600.0
+    """How long a lane waits for one of its endpoints to come back before the run is given up."""
+    max_lag_steps: int = Field(default=0, ge=0, le=1000)
+    """Steps in a row that a lane without an endpoint may be left out of; its trajectories are trained on once it has
+    scored them. 0: every step waits for every lane."""
+    lag_after_s: Seconds = 60.0
+    """How long a step waits for such a lane after sampling has ended."""
+    max_initial_kl: PositiveFloat = 0.15
+    """Gate against teachers of another origin: a teacher's reverse KL per token from the initial student."""
+    origin_prompts: Count = 16
+    """Trajectories per cell that `mopd preflight` samples to measure it."""
     models: tuple[Teacher, ...] = ()
+
+    @property
+    def backends(self) -> frozenset[Backend]:
+        """Those in use."""
+        return frozenset(teacher.backend or self.backend for teacher in self.models)
+
+    def on(self, backend: Backend) -> tuple[Teacher, ...]:
+        """The teachers that are served there, in the order of `models`."""
+        return tuple(teacher for teacher in self.models if (teacher.backend or self.backend) == backend)
 
 
 class Prompts(Table):
@@ -119,9 +152,9 @@ class StudentServers(Table):
 class TeacherServers(Table):
     num_servers: Count | None = None
     """null: one for each teacher. Fewer: teachers of one architecture take turns on a server, which then loads the
-    weights of the next one from its checkpoint."""
-    urls: dict[str, str] = Field(default={})
-    """Teacher name to the URL of a server that runs already and serves its checkpoint."""
+    weights of the next one from its checkpoint. More: the first teachers have more than one."""
+    urls: dict[str, tuple[str, ...]] = Field(default={})
+    """Teacher name to the URLs of servers that run already and serve its checkpoint."""
     server: dict[str, Any] = Field(default={})
 
 
@@ -146,6 +179,33 @@ class SGLang(Table):
     """Silence on a request after which its server counts as dead."""
     recovery_timeout_s: Seconds = 600.0
     """How long work waits for a dead server before the run is given up."""
+
+
+class Service(Table):
+    """The Megatron teacher service (`mopd serve-teacher`): it serves every teacher whose backend is megatron."""
+
+    urls: tuple[str, ...] = ()
+    """Services that run already, each of which serves all these teachers. Empty: the run starts one."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, lt=1 << 16)
+    """Of `mopd serve-teacher`; 0: a free one."""
+    api_key_env: str | None = None
+    """Environment variable with the key; needed for a host that other machines can reach."""
+    num_processes: Count = 1
+    """Ranks that are started on this machine."""
+    megatron: dict[str, Any] = Field(default={})
+    """Its layout and precision: fields of Megatron-Core's TransformerConfig, as in the table `megatron`."""
+    micro_batch_tokens: Count = 16384
+    """Most tokens of a packed forward pass on one rank; a longer trajectory is a pass of its own."""
+    batch_tokens: Count = 65536
+    """Waiting requests for one teacher are scored together up to so many tokens."""
+    max_waiting_tokens: Count = 1 << 22
+    """Beyond it requests are refused with 429 until others are done."""
+    resident_teachers: Count | None = None
+    """Teachers whose weights stay on the device, the least recently used leave first; null: all."""
+    offloaded_teachers: Count | None = None
+    """Teachers whose weights stay in host memory besides; null: all others. What is in neither is read again."""
+    start_timeout_s: Seconds = 900.0
 
 
 class Objective(Table):
@@ -194,6 +254,7 @@ class Config(Table):
     """Fields of Megatron-Core's TransformerConfig, OptimizerConfig, DistributedDataParallelConfig and
     OptimizerParamScheduler."""
     sglang: SGLang = SGLang()
+    service: Service = Service()
 
     def dump(self) -> str:
         """The resolved tree as YAML; loading it gives this config again."""

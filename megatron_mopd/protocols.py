@@ -60,15 +60,33 @@ class RolloutEngine(Protocol):
     async def close(self) -> None: ...
 
 
-class TeacherScorer(Protocol):
-    """Prefills finished trajectories with frozen teachers."""
+class EndpointDown(ConnectionError):
+    """What is at `url` did not answer, or not as it should; the request may be sent elsewhere, or again later."""
 
-    async def start(self) -> None:
-        """Return once every teacher can score. Raises UserError for whatever would keep it from that."""
+    def __init__(self, url: str, reason: str):
+        super().__init__(f"{url} is down: {reason}")
+        self.url, self.reason = url, reason
+
+
+class TeacherScorer(Protocol):
+    """One endpoint at which frozen teachers prefill finished trajectories. What a failure means is the lane's decision
+    (teachers/lanes.py): nothing is retried here."""
+
+    url: str
+    """Names the endpoint in messages."""
+
+    async def prepare(self, teacher: str) -> None:
+        """Return once it answers and has this teacher, and not another under its name.
+
+        Raises EndpointDown to be asked again later, UserError for what waiting does not mend.
+        """
         ...
 
     async def score(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
-        """Return float32 log-probs [R] per request, one per response token, finite, at the student's temperature."""
+        """Return float32 log-probs [R] per request, one per response token, finite, at the student's temperature.
+
+        Raises EndpointDown, or UserError for requests that can not be scored anywhere.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -155,7 +155,7 @@ def report(gigabytes: float, seconds: dict[str, float]) -> str:
 
 
 async def load(config: Config, folder: Path) -> None:
-    from megatron_mopd.sglang.client import Client
+    from megatron_mopd.client import Client
     from megatron_mopd.sglang.launch import api_key, endpoints
     from megatron_mopd.sglang.weights import load_folder
 

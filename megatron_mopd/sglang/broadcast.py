@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron_mopd.client import Client, RequestRefused
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore.learner import Learner
 from megatron_mopd.mcore.stream import BUCKET_BYTES, HfStream
-from megatron_mopd.sglang.client import Client, RequestRefused, ServerDown
+from megatron_mopd.protocols import EndpointDown
 from megatron_mopd.sglang.launch import api_key, endpoints
 from megatron_mopd.sglang.placement import student_servers
 from megatron_mopd.sglang.sender import Sender, Server, Servers, buckets
@@ -126,7 +127,7 @@ class Broadcaster:
         async def look(client: Client, url: str) -> None:
             try:
                 found.append(Server.of(url, await client.get(url, "/server_info", silence_s)))
-            except ServerDown as error:
+            except EndpointDown as error:
                 reasons.append(str(error))
 
         self._requests.at_all(urls, look)

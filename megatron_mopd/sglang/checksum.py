@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_mopd.client import Client
 from megatron_mopd.errors import UserError
-from megatron_mopd.sglang.client import Client
 
 _TILE_WORDS = 8192
 _TILES_AT_ONCE = 512
@@ -49,7 +49,7 @@ class ServerChecksums:
 async def read_checksums(client: Client, url: str, skip: Sequence[str] = ()) -> ServerChecksums:
     """Without the parameters whose name contains a word of `skip`.
 
-    Raises ServerDown, or UserError where the server does not hash its weights.
+    Raises EndpointDown, or UserError where the server does not hash its weights.
     """
     info = await client.get(url, "/server_info")
     body = {"action": "checksum", "selector": "target", "skip_tensor_list": list(skip) or None}

@@ -22,12 +22,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_mopd.client import Client
 from megatron_mopd.config import Config, SGLang
 from megatron_mopd.errors import UserError
+from megatron_mopd.fleet import Fleet
 from megatron_mopd.hf_folder import read_hf_config
-from megatron_mopd.protocols import SampleRequest
-from megatron_mopd.sglang.client import Client, ServerDown
-from megatron_mopd.sglang.fleet import Fleet
+from megatron_mopd.protocols import EndpointDown, SampleRequest
 from megatron_mopd.sglang.generation import Generation, Run
 from megatron_mopd.sglang.identity import LOADING, SAMPLING, SCORING, check_server
 from megatron_mopd.sglang.launch import api_key, check_keeper, endpoints
@@ -246,7 +246,7 @@ class SGLangEngine:
         urls = self._fleet.urls
         results = await asyncio.gather(*[act(url) for url in urls], return_exceptions=True)
         for url, result in zip(urls, results, strict=True):
-            if isinstance(result, ServerDown):
+            if isinstance(result, EndpointDown):
                 self._fleet.mark_down(url, result.reason)
             elif isinstance(result, BaseException):
                 raise result

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
+from megatron_mopd.client import Client
 from megatron_mopd.errors import UserError
-from megatron_mopd.protocols import SampleRequest
-from megatron_mopd.sglang.client import Client, ServerDown
+from megatron_mopd.protocols import EndpointDown, SampleRequest
 from megatron_mopd.sglang.token_log import TokenLog
 
 STREAM_INTERVAL = 32
@@ -91,13 +91,13 @@ class Generation:
         return likeliest[0] - last[0]
 
     async def sample(self, run: Run, url: str) -> None:
-        """Return when the run is over or cut. Raises ServerDown where the server cannot finish it."""
+        """Return when the run is over or cut. Raises EndpointDown where the server cannot finish it."""
         run.url = url
         run.left.clear()
         try:
             while not (run.over or run.cut):
                 await self._listen(run, url)
-        except ServerDown:
+        except EndpointDown:
             if not (run.aborted or run.cut):
                 raise
         finally:
@@ -106,7 +106,7 @@ class Generation:
 
     async def abort(self, url: str, what: Mapping[str, Any]) -> None:
         """`what`: {"rid": ...} or {"abort_all": True}."""
-        with suppress(ServerDown):  # then it has stopped anyway
+        with suppress(EndpointDown):  # then it has stopped anyway
             await self._client.post(url, "/abort_request", what)
 
     async def take_off(self, runs: Iterable[Run], order: Callable[[Run], dict[str, Any]]) -> None:
@@ -140,7 +140,7 @@ class Generation:
             if not finished:
                 self._say_farewell(url, run.request_id)
         if not finished:
-            raise ServerDown(url, f"ended the stream of {run.request.trajectory_id} in the middle")
+            raise EndpointDown(url, f"ended the stream of {run.request.trajectory_id} in the middle")
 
     def _say_farewell(self, url: str, request_id: str) -> None:
         task = asyncio.create_task(self.abort(url, {"rid": request_id}))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_mopd.client import Client, RequestRefused
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
-from megatron_mopd.sglang.client import Client, RequestRefused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ async def check_server(
 ) -> ServerFacts:
     """The server is an SGLang that this project can talk to, of the checkpoint's shape.
 
-    `arguments` are ServerArgs that it must have been started with. Raises UserError, or ServerDown where it is gone.
+    `arguments` are ServerArgs that it must have been started with. Raises UserError, or EndpointDown where it is gone.
     """
     await _check_endpoints(client, url, endpoints)
     info = await client.get(url, "/server_info")

@@ -22,11 +22,12 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from megatron_mopd.cli import guarded
+from megatron_mopd.client import Client
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.protocols import EndpointDown
 from megatron_mopd.run_lock import locked, try_lock
 from megatron_mopd.sglang import arguments, files
-from megatron_mopd.sglang.client import Client, ServerDown
 from megatron_mopd.sglang.process import USAGE_ERROR, ServerProcess
 
 MAX_DEATHS = 5
@@ -110,7 +111,7 @@ class Keeper:
                     return False
                 try:
                     await client.get(server.url, "/ready")
-                except ServerDown:
+                except EndpointDown:
                     await asyncio.sleep(CHECK_S)
                 else:
                     return True

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_mopd.client import Client
 from megatron_mopd.config import Config, SGLang
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.protocols import ScoreRequest
-from megatron_mopd.sglang.client import Client
 from megatron_mopd.sglang.launch import api_key, check_keeper, endpoints
 from megatron_mopd.sglang.placement import teacher_servers
 from megatron_mopd.sglang.teacher_server import TeacherPlace, TeacherServer

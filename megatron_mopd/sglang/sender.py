@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from megatron_mopd.client import Client, RequestRefused
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.outer_group import OuterGroup, OuterGroupFailed
-from megatron_mopd.sglang.client import Client, RequestRefused, ServerDown
+from megatron_mopd.protocols import EndpointDown
 from megatron_mopd.sglang.identity import check_version
 
 _FORGET_SILENCE_S = 10.0
@@ -75,7 +76,7 @@ class Servers:
                 results = await asyncio.gather(*tasks, return_exceptions=True)
             failures = [result for result in results if isinstance(result, BaseException)]
             if failures:
-                raise min(failures, key=lambda failure: not isinstance(failure, ServerDown))
+                raise min(failures, key=lambda failure: not isinstance(failure, EndpointDown))
 
         asyncio.run(run())
 
@@ -143,7 +144,7 @@ class Sender:
             try:
                 name = {"group_name": self._group.name}
                 await client.post(url, "/destroy_weights_update_group", name, _FORGET_SILENCE_S)
-            except (ServerDown, RequestRefused):
+            except (EndpointDown, RequestRefused):
                 return  # it has died, hangs, or was started again and has no such group
 
         self._through.at_all(self._urls, forget)

@@ -13,8 +13,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_mopd.client import Client
 from megatron_mopd.errors import UserError
-from megatron_mopd.sglang.client import Client, ServerDown
+from megatron_mopd.protocols import EndpointDown
 from megatron_mopd.sglang.weights import check_folder, load_folder, read_version, version_name
 
 FetchWeights = Callable[[], Awaitable[tuple[int, Path]]]
@@ -59,7 +60,7 @@ class ServedWeights:
         self.failure = None
 
     async def load(self, url: str) -> None:
-        """Have the server serve them. Raises UserError where it cannot, ServerDown where it must wait for them."""
+        """Have the server serve them. Raises UserError where it cannot, EndpointDown where it must wait for them."""
         weights = self._weights
         assert weights is not None
         folder = weights.folder
@@ -71,28 +72,28 @@ class ServedWeights:
             await check_folder(self._client, url, folder or await self._fetched_folder(url, weights))
 
     async def catch_up(self, url: str) -> None:
-        """Return when the server serves the weights of now. Raises ServerDown where it must wait for the next."""
+        """Return when the server serves the weights of now. Raises EndpointDown where it must wait for the next."""
         weights = None
         while weights is not self._weights:
             weights = self._weights
             if self.failure:
-                raise ServerDown(url, self.failure)
+                raise EndpointDown(url, self.failure)
             if weights is None or await read_version(self._client, url) == weights.name:
                 continue
             try:
                 await self.load(url)
             except UserError as error:  # the folder may be gone, as the next weights are there
-                raise ServerDown(url, str(error)) from error
+                raise EndpointDown(url, str(error)) from error
 
     async def _fetched_folder(self, url: str, weights: _Weights) -> Path:
         """One folder for all servers that missed the broadcast of `weights`."""
         if self._fetch is None:
-            raise ServerDown(url, f"has not got {weights.name!r}, which was broadcast")
+            raise EndpointDown(url, f"has not got {weights.name!r}, which was broadcast")
         async with self._fetching:
             if self._fetched is None or self._fetched.name != weights.name:
                 version, folder = await self._fetch()
                 self._fetched = _Weights(version_name(self._run, version), folder)
             fetched = self._fetched
         if fetched.folder is None or fetched.name != weights.name:
-            raise ServerDown(url, f"{fetched.name!r} has taken the place of {weights.name!r}")
+            raise EndpointDown(url, f"{fetched.name!r} has taken the place of {weights.name!r}")
         return fetched.folder

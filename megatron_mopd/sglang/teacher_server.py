@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_mopd.client import Client, RequestRefused
 from megatron_mopd.config import SGLang
 from megatron_mopd.errors import UserError
-from megatron_mopd.sglang.client import Client, RequestRefused, ServerDown
-from megatron_mopd.sglang.fleet import Fleet
+from megatron_mopd.fleet import Fleet
+from megatron_mopd.protocols import EndpointDown
 from megatron_mopd.sglang.identity import LOADING, SCORING, ServerFacts, check_server, check_weights
 from megatron_mopd.sglang.placement import INITIAL_VERSION
 from megatron_mopd.sglang.turns import Turns
@@ -86,9 +87,9 @@ class TeacherServer:
         reply = await self._client.post(url, "/generate", body)
         for meta in (result["meta_info"] for result in reply):
             if meta["finish_reason"]["type"] == "abort":
-                raise ServerDown(url, f"it gave the request up: {meta['finish_reason'].get('message')}")
+                raise EndpointDown(url, f"it gave the request up: {meta['finish_reason'].get('message')}")
             if meta["weight_version"] != version:
-                raise ServerDown(url, f"it serves weights {meta['weight_version']!r} instead of {version!r}")
+                raise EndpointDown(url, f"it serves weights {meta['weight_version']!r} instead of {version!r}")
         return reply
 
     async def _load(self, teacher: str, what: str) -> None:

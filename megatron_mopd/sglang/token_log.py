@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.protocols import SampleRequest
-from megatron_mopd.sglang.client import ServerDown
+from megatron_mopd.protocols import EndpointDown, SampleRequest
 from megatron_mopd.types import Segment
 
 
@@ -79,7 +78,7 @@ class TokenLog:
     def add(self, reply: Mapping[str, Any], url: str) -> bool:
         """Append the tokens of one streamed message; True when it is the last of its attempt.
 
-        Raises ServerDown where other weights sampled them or the server gave the request up; UserError where going on
+        Raises EndpointDown where other weights sampled them or the server gave the request up; UserError where going on
         makes no sense.
         """
         meta = reply["meta_info"]
@@ -95,7 +94,7 @@ class TokenLog:
     def _check_weights(self, meta: Mapping[str, Any], url: str) -> None:
         served = {meta["weight_version"], *(span["version"] for span in meta.get("weight_versions", ()))}
         if foreign := served - {self._weights}:
-            raise ServerDown(url, f"serves {min(foreign)!r}, not {self._weights!r}")
+            raise EndpointDown(url, f"serves {min(foreign)!r}, not {self._weights!r}")
 
     def _append(self, token_ids: list[int], meta: Mapping[str, Any], url: str, aborted: bool) -> None:
         """`completion_tokens` counts all tokens of this attempt. With an abort, SGLang sends tokens again."""
@@ -147,7 +146,7 @@ class TokenLog:
         elif reason["type"] == "abort":
             if reason.get("status_code") == 400:
                 raise UserError(f"{self._who(url)} refused: {detail}")
-            raise ServerDown(url, f"aborted {self.request.trajectory_id}: {detail}")
+            raise EndpointDown(url, f"aborted {self.request.trajectory_id}: {detail}")
 
     def _who(self, url: str) -> str:
         return f"{self.request.trajectory_id}: server {url}"

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_mopd.client import Client, RequestRefused
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import check_weight_files
-from megatron_mopd.sglang.client import Client, RequestRefused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ async def read_version(client: Client, url: str) -> str:
 async def load_folder(client: Client, url: str, folder: Path, version: str) -> None:
     """Make the server serve the Hugging Face folder, which it must see under the same path, as `version`.
 
-    What it is generating is aborted. Its prefix cache is emptied. Raises UserError where it cannot, ServerDown
+    What it is generating is aborted. Its prefix cache is emptied. Raises UserError where it cannot, EndpointDown
     where it dies. SGLang says "Rolling back to original weights" and reads the new folder again: after an error the
     server must be started anew or loaded again before it is used.
     """

@@ -17,8 +17,8 @@ from running import Server
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, write_checkpoint
 
+from megatron_mopd.client import Client
 from megatron_mopd.errors import UserError
-from megatron_mopd.sglang.client import Client
 from megatron_mopd.sglang.identity import (
     BROADCAST,
     LOADING,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from running import Server
 
-from megatron_mopd.sglang.client import Client
+from megatron_mopd.client import Client
 from megatron_mopd.sglang.weights import load_folder, read_version
 
 pytestmark = pytest.mark.sglang

@@ -16,10 +16,10 @@ from contract.test_engine import GREEDY, generate, prompts, reference, reference
 from running import Server
 from tiny import VOCAB_SIZE
 
+from megatron_mopd.client import Client
 from megatron_mopd.embedded.engine import EmbeddedEngine
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import SampleRequest
-from megatron_mopd.sglang.client import Client
 from megatron_mopd.sglang.engine import SGLangEngine
 from megatron_mopd.sglang.generation import Generation
 from megatron_mopd.sglang.placement import INITIAL_VERSION

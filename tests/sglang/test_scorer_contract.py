@@ -14,7 +14,7 @@ import pytest
 from contract.test_scorer import *  # noqa: F403
 from running import Server
 
-from megatron_mopd.sglang.client import Client
+from megatron_mopd.client import Client
 from megatron_mopd.sglang.engine import SGLangEngine
 from megatron_mopd.sglang.scorer import SGLangScorer
 from megatron_mopd.sglang.teacher_server import TeacherPlace

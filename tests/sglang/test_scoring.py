@@ -16,10 +16,10 @@ from contract.test_scorer import assert_scores, score_requests
 from running import Server, Servers, StartServers
 from tiny import VOCAB_SIZE
 
+from megatron_mopd.client import Client
 from megatron_mopd.config import SGLang
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import ScoreRequest
-from megatron_mopd.sglang.client import Client
 from megatron_mopd.sglang.scorer import SGLangScorer, posts, sglang_scorer
 from megatron_mopd.sglang.teacher_server import TeacherPlace
 from megatron_mopd.sglang.weights import load_folder

@@ -24,10 +24,10 @@ from ranks import Pools
 from safetensors.torch import load_file, save_file
 from tiny import LAYOUTS, VOCAB_SIZE
 
+from megatron_mopd.client import Client
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.sglang import weights
-from megatron_mopd.sglang.client import Client
 from megatron_mopd.sglang.placement import INITIAL_VERSION
 from megatron_mopd.sglang.weights import PARTIAL_VERSION, check_folder, load_folder, read_version, version_name
 

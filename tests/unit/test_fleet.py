@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from megatron_mopd.client import Client, RequestRefused
 from megatron_mopd.errors import UserError
+from megatron_mopd.fleet import MAX_ATTEMPTS, Fleet
+from megatron_mopd.protocols import EndpointDown
 from megatron_mopd.sglang import fleet as fleet_module
-from megatron_mopd.sglang.client import Client, RequestRefused, ServerDown
-from megatron_mopd.sglang.fleet import MAX_ATTEMPTS, Fleet
 
 
 class Backend:
@@ -327,7 +328,7 @@ def test_each_failure_of_a_request_is_one_line() -> None:
                 await client.post(backend.url, "/refuse", {})
             with pytest.raises(RequestRefused, match=f"^{backend.url} has no /nowhere;"):
                 await client.get(backend.url, "/nowhere")
-            with pytest.raises(ServerDown, match="answered 500 oops"):
+            with pytest.raises(EndpointDown, match="answered 500 oops"):
                 await client.post(backend.url, "/broken", {})
             with pytest.raises(RequestRefused, match="/junk answered what is no JSON; check the URL"):
                 await client.get(backend.url, "/junk")
@@ -336,7 +337,7 @@ def test_each_failure_of_a_request_is_one_line() -> None:
             with pytest.raises(UserError, match="is not a URL such as"):
                 await client.get("nonsense", "/server_info")
             backend.gate.clear()
-            with pytest.raises(ServerDown, match=r"no answer for 0.2 s"):
+            with pytest.raises(EndpointDown, match=r"no answer for 0.2 s"):
                 await client.post(backend.url, "/work", {}, silence_s=0.2)
             backend.gate.set()
 
@@ -375,7 +376,7 @@ def test_a_stream_that_ends_early_or_in_an_error_is_not_taken_for_whole() -> Non
     async def body() -> None:
         async with world(1) as (_, (backend,), client):
             backend.events = [b'data: {"a": 1}\n\n']
-            with pytest.raises(ServerDown, match="the stream ended early"):
+            with pytest.raises(EndpointDown, match="the stream ended early"):
                 await streamed(client, backend.url)
             backend.events = [b'data: {"error": {"message": "too long", "code": 400}}\n\n', b"data: [DONE]\n\n"]
             with pytest.raises(RequestRefused, match="/stream: too long"):

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.protocols import SampleRequest
-from megatron_mopd.sglang.client import ServerDown
+from megatron_mopd.protocols import EndpointDown, SampleRequest
 from megatron_mopd.sglang.token_log import TokenLog
 
 URL = "http://a:1"
@@ -77,7 +76,7 @@ def test_an_abort_that_repeats_tokens_adds_none_twice(ids: list[int], total: int
     received = 0 if len(ids) == 3 else total
     if received:
         t.add(reply([5, 6][:received], received), URL)
-    with pytest.raises(ServerDown, match="aborted t-7: Abort in waiting queue"):
+    with pytest.raises(EndpointDown, match="aborted t-7: Abort in waiting queue"):
         t.add(reply(ids, total, ABORT), URL)
     assert t.token_ids == [5, 6][:total]
 
@@ -86,7 +85,7 @@ def test_an_abort_that_repeats_tokens_adds_none_twice(ids: list[int], total: int
 def test_tokens_of_other_weights_are_left_out(meta: dict[str, Any]) -> None:
     t = log()
     t.add(reply([5], 1), URL)
-    with pytest.raises(ServerDown, match=r"serves '(default|run-v3)', not 'run-v4'"):
+    with pytest.raises(EndpointDown, match=r"serves '(default|run-v3)', not 'run-v4'"):
         t.add(reply([6], 2, **meta), URL)
     assert t.token_ids == [5]
 

@@ -1,6 +1,6 @@
 """One HTTP client for every request to SGLang servers: aiohttp with orjson.
 
-Three things can go wrong, and each is one type: the server cannot be reached, falls silent or breaks (`ServerDown`; the
+Three things can go wrong, and each is one type: the server cannot be reached, falls silent or breaks (`EndpointDown`; the
 caller decides where the request goes next), it refuses what was asked (`RequestRefused`, with its own words), or it
 answers in a shape that this project does not know (`RequestRefused` too). Nothing is retried here.
 
@@ -18,20 +18,13 @@ import aiohttp
 import orjson
 
 from megatron_mopd.errors import UserError
+from megatron_mopd.protocols import EndpointDown
 
 _BROKEN = (500, 502, 503, 504)
 _READ_BYTES = 1 << 20
 """What is read ahead of a stream's consumer."""
 _KEEP_ALIVE_S = 2.0
 """Below the servers' 5 s, so that no request is sent into a connection that its server is about to close."""
-
-
-class ServerDown(ConnectionError):
-    """The server at `url` did not answer; the request may be sent elsewhere."""
-
-    def __init__(self, url: str, reason: str):
-        super().__init__(f"{url} is down: {reason}")
-        self.url, self.reason = url, reason
 
 
 class RequestRefused(UserError):
@@ -69,7 +62,7 @@ class Client:
             return _json(url + path, await response.read())
 
     async def stream(self, url: str, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
-        """The JSON of each server-sent event, up to `[DONE]`. A stream that ends before it is a `ServerDown`.
+        """The JSON of each server-sent event, up to `[DONE]`. A stream that ends before it is a `EndpointDown`.
 
         Use with `contextlib.aclosing` where the loop can be left: leaving it hangs up.
         """
@@ -81,7 +74,7 @@ class Client:
                     raise RequestRefused(f"{url}{path}: {_message(line[6:].decode())}")
                 if line.startswith(b"data: "):
                     yield orjson.loads(line[6:])
-        raise ServerDown(url, "the stream ended early")
+        raise EndpointDown(url, "the stream ended early")
 
     @asynccontextmanager
     async def _request(
@@ -96,11 +89,11 @@ class Client:
                     await _refuse(url, path, response)
                 yield response
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            if isinstance(error, ServerDown):
+            if isinstance(error, EndpointDown):
                 raise
             if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
                 raise UserError(f"{url} is not a URL such as http://127.0.0.1:30000") from None
-            raise ServerDown(url, _reason(error, silence_s)) from error
+            raise EndpointDown(url, _reason(error, silence_s)) from error
 
     def _open(self) -> aiohttp.ClientSession:
         """Made on first use: a session belongs to the event loop that it was made in."""
@@ -143,7 +136,7 @@ async def _refuse(url: str, path: str, response: aiohttp.ClientResponse) -> None
     """Raise what a status other than 200 means."""
     text = (await response.text(errors="replace"))[:2000]
     if response.status in _BROKEN:
-        raise ServerDown(url, f"{path} answered {response.status} {_message(text)}".strip())
+        raise EndpointDown(url, f"{path} answered {response.status} {_message(text)}".strip())
     if response.status == 404:
         raise RequestRefused(f"{url} has no {path}; it is no SGLang server of a version that this project speaks to")
     if response.status in (401, 403):

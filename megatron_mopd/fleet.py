@@ -21,8 +21,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from megatron_mopd.client import Client
 from megatron_mopd.errors import UserError
-from megatron_mopd.sglang.client import Client, ServerDown
+from megatron_mopd.protocols import EndpointDown
 
 MAX_ATTEMPTS = 5
 """Servers that one request may bring down, or find dead, before it is given up."""
@@ -55,7 +56,7 @@ class _Ticket:
 
 class Fleet:
     """`name` says in messages what the servers are for. `prepare(url)` runs before a server gets (new) work, each time
-    that it was down; it raises ServerDown to try again later, UserError to end the run. `check_hope()` is called while
+    that it was down; it raises EndpointDown to try again later, UserError to end the run. `check_hope()` is called while
     a server is down; it raises UserError where none will come back."""
 
     def __init__(
@@ -110,12 +111,12 @@ class Fleet:
         `prefix` of token ids belongs.
         """
         assert self._watches, "start() comes first"
-        last: ServerDown | None = None
+        last: EndpointDown | None = None
         for _ in range(MAX_ATTEMPTS):
             server = await self._take(what, key, prefix)
             try:
                 return await work(server.url)
-            except ServerDown as error:
+            except EndpointDown as error:
                 self.mark_down(server.url, error.reason)
                 last = error
             finally:
@@ -198,7 +199,7 @@ class Fleet:
                 await self._client.get(server.url, "/server_info", _PROBE_SILENCE_S)  # the scheduler answers it
                 await self._prepare(server.url)
                 server.up = True
-            except ServerDown as error:
+            except EndpointDown as error:
                 self._note_down(server, error.reason)
                 self._check_hope()
                 await asyncio.sleep(PROBE_INTERVAL_S)
