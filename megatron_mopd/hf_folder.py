@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_mopd.errors import UserError
 
@@ -43,23 +43,67 @@ def read_token_map(folder: Path, key: str) -> dict[int, str]:
     return tokens
 
 
-def check_weight_files(folder: Path, key: str) -> None:
-    """UserError for a cut or foreign file: a safetensors file is as long as its header says (8 bytes of length, the
-    header, the tensors back to back)."""
-    for name in _shards(folder, key):
-        file = folder / name
+def read_chat_template(folder: Path, key: str) -> str:
+    """The template that renders a prompt without tools, where transformers finds it; "" where there is none."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
         try:
-            with file.open("rb") as opened:
-                header_bytes = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(min(header_bytes, MAX_HEADER_BYTES)))
-            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-            expected = 8 + header_bytes + max(ends, default=0)
-        except (OSError, ValueError, AttributeError, KeyError, TypeError, IndexError):
-            raise UserError(f"{key}: {file} is not a safetensors file; copy the checkpoint again") from None
-        if file.stat().st_size != expected:
-            raise UserError(
-                f"{key}: {file} has {file.stat().st_size} bytes, its header says {expected}; copy the checkpoint again"
-            )
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{key}: {file} cannot be read: {error}") from None
+    if not (folder / "tokenizer_config.json").is_file():
+        return ""
+    try:
+        template = _read_json(folder / "tokenizer_config.json", key).get("chat_template") or ""
+        if not isinstance(template, str):  # of several
+            template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
+    except (AttributeError, KeyError, TypeError):
+        raise UserError(f"{key}: {folder}/tokenizer_config.json has no readable chat_template") from None
+    return template
+
+
+class StoredTensor(NamedTuple):
+    """A tensor's `size` bytes from offset `start` of a safetensors file."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def read_tensors(folder: Path, key: str) -> list[StoredTensor]:
+    """Where every tensor lies, file by file. UserError for a file that is not as long as its header says (8 bytes of
+    length, the header, the tensors back to back)."""
+    return [tensor for name in _shards(folder, key) for tensor in _tensors_of(folder / name, key)]
+
+
+def check_weight_files(folder: Path, key: str) -> None:
+    """UserError for a cut or foreign file."""
+    read_tensors(folder, key)
+
+
+def _tensors_of(file: Path, key: str) -> list[StoredTensor]:
+    try:
+        with file.open("rb") as opened:
+            header_bytes = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(header_bytes, MAX_HEADER_BYTES)))
+        data = 8 + header_bytes
+        tensors = [
+            StoredTensor(file, name, str(entry["dtype"]), tuple(entry["shape"]), data + start, end - start)
+            for name, entry in header.items()
+            if name != "__metadata__"
+            for start, end in [entry["data_offsets"]]
+        ]
+        expected = max((tensor.start + tensor.size for tensor in tensors), default=data)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        raise UserError(f"{key}: {file} is not a safetensors file; copy the checkpoint again") from None
+    if file.stat().st_size != expected:
+        raise UserError(
+            f"{key}: {file} has {file.stat().st_size} bytes, its header says {expected}; copy the checkpoint again"
+        )
+    return tensors
 
 
 def _shards(folder: Path, key: str) -> list[str]:

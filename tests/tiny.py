@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 VOCAB_SIZE = 250
@@ -59,5 +60,6 @@ def write_checkpoint(folder: Path, seed: int = 0, **fields: object) -> None:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)  # ones would hide a norm that is skipped or swapped
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    tokens = {f"t{i}": i for i in range(model.config.vocab_size)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
