@@ -81,7 +81,7 @@ class ServerSpec:
 
 def check_servers(config: Config) -> None:
     """Raise UserError for whatever can be known before a server is started or asked."""
-    if "sglang" not in (config.rollout.engine, config.teachers.backend):
+    if config.rollout.engine != "sglang" and not config.teachers.on("sglang"):
         return
     check_urls(config)
     check_checkpoints(config)
@@ -98,7 +98,7 @@ def server_lines(config: Config) -> list[str]:
         names = ", ".join(spec.name for spec in specs)
         lines.append(f"SGLang servers to start: {names}; this takes a while, see {config.run.folder}/logs")
     student = table.student.urls if config.rollout.engine == "sglang" else ()
-    teachers = table.teachers.urls.values() if config.teachers.backend == "sglang" else ()
+    teachers = [u for t in config.teachers.on("sglang") for u in table.teachers.urls.get(t.name, ())]
     silent = [url for url in (*student, *teachers) if not answers(url)]
     if silent:
         lines.append(
@@ -116,11 +116,14 @@ def server_specs(config: Config) -> list[ServerSpec]:
         "enable_return_routed_experts"
     )
     teachers = _merge("teachers", table.server, table.teachers.server)
-    student_names, teacher_names = student_servers(config), list(dict.fromkeys(teacher_servers(config).values()))
-    folders = [teacher.checkpoint for teacher in started_teachers(config)[: len(teacher_names)]]
+    checkpoints = {teacher.name: teacher.checkpoint for teacher in started_teachers(config)}
+    folders: dict[str, Path] = {}  # of a server, that of the first teacher on it
+    for teacher, names in teacher_servers(config).items():
+        for name in names:
+            folders.setdefault(name, checkpoints[teacher])
     return [
-        *(_spec(name, config.student.checkpoint, i, student) for i, name in enumerate(student_names)),
-        *(_spec(n, f, i, teachers) for i, (n, f) in enumerate(zip(teacher_names, folders, strict=True))),
+        *(_spec(name, config.student.checkpoint, i, student) for i, name in enumerate(student_servers(config))),
+        *(_spec(name, folder, i, teachers) for i, (name, folder) in enumerate(folders.items())),
     ]
 
 

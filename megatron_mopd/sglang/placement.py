@@ -19,25 +19,23 @@ def student_servers(config: Config) -> tuple[str, ...]:
     return tuple(f"student-{i}" for i in range(config.sglang.student.num_servers))
 
 
-def teacher_servers(config: Config) -> dict[str, str]:
-    """Teacher to the server to start for it, without the teachers that have a URL.
+def teacher_servers(config: Config) -> dict[str, tuple[str, ...]]:
+    """Teacher to the servers to start for it, without the teachers that have a URL.
 
-    They are dealt out in turn: of n servers, teachers-k begins with the k-th of these teachers, and also serves the
-    (k + n)-th, the (k + 2n)-th, ... Raises UserError for more servers than teachers.
+    They are dealt out in turn. Of n servers for t teachers, teachers-k begins with the k-th of them, and also serves
+    the (k + n)-th, the (k + 2n)-th, ...; where there are more servers than teachers, teachers-(k + t) is one more for
+    the k-th.
     """
     teachers = started_teachers(config)
     num_servers = config.sglang.teachers.num_servers or len(teachers)
-    if num_servers > len(teachers) > 0:
-        raise UserError(
-            f"sglang.teachers.num_servers={num_servers}, but {len(teachers)} teachers need a server; "
-            f"set at most {len(teachers)}, or null for one each"
-        )
-    return {teacher.name: f"teachers-{i % num_servers}" for i, teacher in enumerate(teachers)}
+    if num_servers < len(teachers):
+        return {teacher.name: (f"teachers-{i % num_servers}",) for i, teacher in enumerate(teachers)}
+    return {t.name: tuple(f"teachers-{k}" for k in range(i, num_servers, len(teachers))) for i, t in enumerate(teachers)}
 
 
 def started_teachers(config: Config) -> list[Teacher]:
     """The teachers that are served from here, in the order of teachers.models."""
-    urls = config.sglang.teachers.urls
-    if unknown := sorted(urls.keys() - {t.name for t in config.teachers.models}):
-        raise UserError(f"sglang.teachers.urls.{unknown[0]}: no teacher of this name is in teachers.models")
-    return [t for t in config.teachers.models if t.name not in urls] if config.teachers.backend == "sglang" else []
+    urls, teachers = config.sglang.teachers.urls, config.teachers.on("sglang")
+    if teachers and (unknown := sorted(urls.keys() - {t.name for t in teachers})):
+        raise UserError(f"sglang.teachers.urls.{unknown[0]}: no teacher of this name is on the backend sglang")
+    return [t for t in teachers if not urls.get(t.name)]

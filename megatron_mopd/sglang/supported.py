@@ -33,10 +33,10 @@ def check_checkpoints(config: Config) -> None:
     if config.rollout.engine == "sglang":
         _check(config.student.checkpoint, "student.checkpoint", "rollout.engine")
         _check_routes(config)
-    if config.teachers.backend == "sglang":
-        for i, teacher in enumerate(config.teachers.models):
+    for i, teacher in enumerate(config.teachers.models):
+        if teacher in config.teachers.on("sglang"):
             _check(teacher.checkpoint, f"teachers.models.{i} ({teacher.name})", "teachers.backend")
-        _check_shared_servers(config)
+    _check_shared_servers(config)
 
 
 def _check_routes(config: Config) -> None:
@@ -52,7 +52,7 @@ def _check_shared_servers(config: Config) -> None:
     """A server keeps the config.json that it was started with when it loads the weights of another teacher."""
     checkpoints = {teacher.name: teacher.checkpoint for teacher in config.teachers.models}
     first_of: dict[str, str] = {}
-    for teacher, server in teacher_servers(config).items():
+    for teacher, (server, *_) in teacher_servers(config).items():
         first = first_of.setdefault(server, teacher)
         ours, theirs = read_hf_config(checkpoints[first]), read_hf_config(checkpoints[teacher])
         for key in sorted((ours.keys() | theirs.keys()) - COSMETIC):
