@@ -2,7 +2,7 @@
 
 `LogprobHead` takes the place of GPTModel.output_layer: a ColumnParallelLinear with the same parameter and the same
 sharded state, so checkpoints, DDP's hooks and tied embeddings see what they know. GPTModel.forward calls it as ever;
-when targets are set it answers [T, 1, 2] (log-prob, entropy) where logits would be, and never forms logits of the
+when targets are set it answers [T, 1, 3] (objectives/logprobs.py) where logits would be, and never forms logits of the
 padded vocabulary.
 
 Promises (law 12): logits are accumulated in float32 from the model's own dtype, divided by the sampling temperature,
@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from megatron_mopd.objectives.logprobs import vocab_parallel_logprobs
+from megatron_mopd.objectives.logprobs import TargetLogprobs, vocab_parallel_logprobs
 
 
 class LogprobHead(ColumnParallelLinear):
@@ -64,7 +64,7 @@ class LogprobHead(ColumnParallelLinear):
 
     @contextmanager
     def scoring(self, target_T: Tensor) -> Iterator[None]:
-        """Within, the model's output is [1, T, 2]: the log-prob of each target, and the entropy, both float32."""
+        """Within, the model's output is float32 [1, T, 3]: the columns of TargetLogprobs."""
         self._target_T = target_T
         try:
             yield
@@ -78,10 +78,9 @@ class LogprobHead(ColumnParallelLinear):
             return super().forward(input_, weight, runtime_gather_output)
         own_or_tied = self.weight if weight is None else weight
         assert own_or_tied is not None
-        logprobs_T, entropy_T = self._logprobs(input_, own_or_tied, self._target_T)
-        return torch.stack([logprobs_T, entropy_T], dim=-1)[:, None], None
+        return torch.stack(self._logprobs(input_, own_or_tied, self._target_T), dim=-1)[:, None], None
 
-    def _logprobs(self, hidden_t1D: Tensor, weight_vD: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, hidden_t1D: Tensor, weight_vD: Tensor, target_T: Tensor) -> TargetLogprobs:
         # Each rank's gradient of the hidden states is of its slice of the vocabulary: both branches sum them in
         # backward.
         if self.sequence_parallel:

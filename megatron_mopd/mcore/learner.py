@@ -48,7 +48,7 @@ from megatron_mopd.types import StepMetrics
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-# From a micro-batch and the head's output [1, T, 2] to what Megatron's schedule takes: loss, token count, what to keep.
+# From a micro-batch and the head's output [1, T, 3] to what Megatron's schedule takes: loss, token count, what to keep.
 LossFunction = Callable[[DeviceMicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -207,7 +207,7 @@ class Learner:
     def _loss(
         self, num_cells: int, num_packed: int, micro: DeviceMicroBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs_T, entropy_T = output[0].unbind(-1)
+        logprobs_T, entropy_T, _ = output[0].unbind(-1)
         detached_T = logprobs_T.detach()
         terms = self.objective(detached_T, micro.columns)
         loss = (terms.coefficient_T * logprobs_T).sum() * num_packed

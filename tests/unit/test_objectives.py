@@ -31,7 +31,7 @@ def loss_and_gradient(
     objective: Objective, logits_TV: Tensor, target_T: Tensor, c: TokenColumns
 ) -> tuple[Tensor, Tensor]:
     logits_TV = logits_TV.clone().requires_grad_()
-    logprobs_T, _ = vocab_parallel_logprobs(logits_TV, target_T, 0, None)
+    logprobs_T = vocab_parallel_logprobs(logits_TV, target_T, 0, None).logprobs_T
     loss = (objective(logprobs_T.detach(), c).coefficient_T * logprobs_T).sum()
     loss.backward()
     assert logits_TV.grad is not None
@@ -90,10 +90,11 @@ def test_reward_carries_no_gradient() -> None:
     logits, target, c = draw()
     teacher = c.teacher_logprobs_T.clone().requires_grad_()
     logits = logits.requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(logits, target, 0, None)
+    logprobs, entropy, grad_square = vocab_parallel_logprobs(logits, target, 0, None)
     terms = Mopd(R_MAX)(logprobs.detach(), c._replace(teacher_logprobs_T=teacher.detach()))
     assert not terms.coefficient_T.requires_grad
     assert not entropy.requires_grad
+    assert not grad_square.requires_grad
     (terms.coefficient_T * logprobs).sum().backward()
     assert teacher.grad is None
 
@@ -108,7 +109,7 @@ def test_swapping_the_teacher_changes_the_gradient() -> None:
 
 def test_student_equal_to_teacher_has_no_loss_and_no_gradient() -> None:
     logits, target, c = draw()
-    student = vocab_parallel_logprobs(logits, target, 0, None)[0]
+    student = vocab_parallel_logprobs(logits, target, 0, None).logprobs_T
     loss, gradient = loss_and_gradient(Mopd(R_MAX), logits, target, c._replace(teacher_logprobs_T=student))
     assert loss == 0
     assert not gradient.any()
