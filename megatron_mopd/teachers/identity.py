@@ -3,8 +3,9 @@
 A teacher scores the student's token ids after prompts that the student's template rendered, so it must have the same
 token for every id and the same chat template. Its vocabulary may be wider or narrower by padding rows alone: rows
 of the output layer beyond the last token of the tokenizer. Scorers normalise over all `vocab_size` rows of the
-teacher, its padding included, as the engine that trained it did; a trained padding row has next to no probability,
-and what an untrained one takes is taken from every token alike and shows as reverse KL in the same-origin gate.
+teacher, its padding included, as it was trained: a trained padding row has next to no probability; what an untrained
+one takes is taken from all tokens alike, and shows as reverse KL in the same-origin gate. A student that samples one
+of its own padding rows beyond the teacher's has sampled what no teacher can score.
 
 A fingerprint is stamped on every reply of a teacher service and kept in every checkpoint of a run. Promises
 (tests/unit/test_identity_contract.py): an update of any tensor, another token, template or rope_theta gives another
@@ -17,6 +18,7 @@ import hashlib
 import itertools
 import json
 import os
+import reprlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -64,19 +66,38 @@ def fingerprint(folder: Path, megatron_checkpoint: Path | None = None, key: str 
     )
 
 
-def check_same_language(student: Path, teacher: Path, key: str) -> None:
-    """Refuse a teacher with another vocabulary size or another token for any id, naming the first one."""
-    student_size = read_hf_config(student, "student.checkpoint")["vocab_size"]
-    teacher_size = read_hf_config(teacher, key)["vocab_size"]
-    if student_size != teacher_size:
-        raise UserError(
-            f"{key}: vocabulary of {teacher_size} tokens, the student's has {student_size}; they must be the same"
-        )
+def check_same_language(student: Path, teacher: Path, key: str) -> str:
+    """What to say of the teacher's padding rows, "" if it has as many as the student.
+
+    Raises UserError for another token, naming the first one; for an output layer without a row for each token; for
+    another chat template, naming the first line.
+    """
     ours, theirs = read_token_map(student, "student.checkpoint"), read_token_map(teacher, key)
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
             raise UserError(
                 f"{key}: another tokenizer: id {index} is {theirs.get(index)!r}, the student's is {ours.get(index)!r}"
+            )
+    rows, student_rows = (read_hf_config(*of)["vocab_size"] for of in ((teacher, key), (student, "student.checkpoint")))
+    if (num_tokens := max(theirs, default=-1) + 1) > rows:
+        raise UserError(
+            f"{key}: its tokenizer has ids up to {num_tokens - 1} ({theirs[num_tokens - 1]!r}), its vocab_size is "
+            f"{rows}; use the tokenizer of this model"
+        )
+    _check_same_template(read_chat_template(student, "student.checkpoint"), read_chat_template(teacher, key), key)
+    if rows == student_rows:
+        return ""
+    return f"{key}: {rows} vocabulary rows, the student's {student_rows}; those beyond {num_tokens} tokens are padding"
+
+
+def _check_same_template(ours: str, theirs: str, key: str) -> None:
+    """How lines end, and whether the last one does, is nothing to the template engine."""
+    lines = itertools.zip_longest(ours.splitlines(), theirs.splitlines())
+    for number, (our_line, their_line) in enumerate(lines, start=1):
+        if our_line != their_line:
+            raise UserError(
+                f"{key}: another chat template: line {number} is {reprlib.repr(their_line)}, the student's is "
+                f"{reprlib.repr(our_line)}; they must be the same, as its prompts are rendered by the student's"
             )
 
 

@@ -120,11 +120,9 @@ def checkpoint(folder, tokens=("a", "b", "c"), size=None):
     return folder
 
 
-def test_a_teacher_of_another_vocabulary_or_tokenizer_is_refused(tmp_path):
+def test_a_teacher_of_another_tokenizer_is_refused(tmp_path):
     student = checkpoint(tmp_path / "student")
     check_same_language(student, checkpoint(tmp_path / "same"), "teachers.models.0")
-    with pytest.raises(UserError, match=r"teachers.models.0: vocabulary of 4 tokens, the student's has 3"):
-        check_same_language(student, checkpoint(tmp_path / "wide", size=4), "teachers.models.0")
     with pytest.raises(UserError, match=r"another tokenizer: id 1 is 'x', the student's is 'b'"):
         check_same_language(student, checkpoint(tmp_path / "other", ("a", "x", "c")), "teachers.models.0")
 
