@@ -25,7 +25,7 @@ from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.resume import check_resume
 from megatron_mopd.rollout.environments import check_options, load_factory
-from megatron_mopd.sglang.arguments import check_servers, server_lines
+from megatron_mopd.servers.wanted import check_servers, server_lines
 from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.router import Router
 from megatron_mopd.telemetry.sinks import check_sinks

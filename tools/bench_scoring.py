@@ -27,7 +27,7 @@ from megatron_mopd.config import Config, load_config, split_arguments
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.protocols import ScoreRequest
-from megatron_mopd.sglang.launch import servers
+from megatron_mopd.servers.launch import servers
 from megatron_mopd.sglang.scorer import SGLangScorer, posts, scoring_body, sglang_scorer
 from megatron_mopd.sglang.teacher_server import POSTS_IN_FLIGHT
 

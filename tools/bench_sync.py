@@ -72,7 +72,7 @@ def write_model(folder: Path, mib: int) -> None:
 
 
 def bench(overrides: list[str], mib: int, repeats: int) -> int:
-    from megatron_mopd.sglang.launch import servers
+    from megatron_mopd.servers.launch import servers
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -156,7 +156,8 @@ def report(gigabytes: float, seconds: dict[str, float]) -> str:
 
 async def load(config: Config, folder: Path) -> None:
     from megatron_mopd.client import Client
-    from megatron_mopd.sglang.launch import api_key, endpoints
+    from megatron_mopd.servers.launch import endpoints
+    from megatron_mopd.sglang.arguments import api_key
     from megatron_mopd.sglang.weights import load_folder
 
     async with Client(config.sglang.request_timeout_s, api_key(config)) as client:

@@ -40,7 +40,7 @@ from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mismatch import Comparison, agreement, compare, tokens_of
 from megatron_mopd.protocols import RolloutEngine, SampleRequest, ScoreRequest
-from megatron_mopd.sglang.launch import endpoints
+from megatron_mopd.servers.launch import endpoints
 from megatron_mopd.store import write_batch
 from megatron_mopd.types import Batch, Cell, Graded, Mean, Prompt, RenderedPrompt, Segment, Trajectory
 from megatron_mopd.yaml_tree import overlay, override

@@ -12,14 +12,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
-from megatron_mopd.sglang import files
-from megatron_mopd.sglang.addresses import answers, check_host, check_urls
+from megatron_mopd.servers.addresses import check_host, read_api_key
+from megatron_mopd.servers.spec import ServerSpec
+from megatron_mopd.sglang.addresses import check_urls
 from megatron_mopd.sglang.placement import INITIAL_VERSION, started_teachers, student_servers, teacher_servers
 from megatron_mopd.sglang.supported import check_checkpoints
 
@@ -56,29 +56,6 @@ CPU = {
 """What `device: cpu` means without CPU kernels; the tables may say otherwise."""
 
 
-@dataclass(frozen=True)
-class ServerSpec:
-    """One server to start: `<name>` in RUN/endpoints and RUN/logs."""
-
-    name: str
-    arguments: tuple[str, ...]
-    """Of `sglang.launch_server`, without host, port and key."""
-    on_cpu: bool
-
-    @property
-    def grace_s(self) -> float:
-        """How long it may take to end in order. With a GPU, SGLang looks every 5 s whether it was asked to, and then
-        has its schedulers give the memory of the device back; on a CPU there is nothing to give back."""
-        return 0.0 if self.on_cpu else 20.0
-
-    def environment(self) -> dict[str, str]:
-        """Local folders only; on a CPU, which all servers share, one thread per operator unless it is set otherwise."""
-        variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        if self.on_cpu:
-            variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1")}
-        return variables
-
-
 def check_servers(config: Config) -> None:
     """Raise UserError for whatever can be known before a server is started or asked."""
     if config.rollout.engine != "sglang" and not config.teachers.on("sglang"):
@@ -87,25 +64,15 @@ def check_servers(config: Config) -> None:
     check_checkpoints(config)
     key = api_key(config)
     if server_specs(config):
-        check_host(config.sglang.host, has_key=key is not None)
+        check_host("sglang", config.sglang.host, has_key=key is not None)
         check_interpreter(interpreter(config))
 
 
-def server_lines(config: Config) -> list[str]:
-    """What a user should know while the run waits for its servers."""
-    table, lines = config.sglang, []
-    if (specs := server_specs(config)) and not files.is_served(config.run.folder):
-        names = ", ".join(spec.name for spec in specs)
-        lines.append(f"SGLang servers to start: {names}; this takes a while, see {config.run.folder}/logs")
-    student = table.student.urls if config.rollout.engine == "sglang" else ()
-    teachers = [u for t in config.teachers.on("sglang") for u in table.teachers.urls.get(t.name, ())]
-    silent = [url for url in (*student, *teachers) if not answers(url)]
-    if silent:
-        lines.append(
-            f"nothing answers at {', '.join(silent)} yet; the run waits at most {table.start_timeout_s:g} s "
-            "(sglang.start_timeout_s)"
-        )
-    return lines
+def given_urls(config: Config) -> list[str]:
+    """Of servers that run already and that the run will wait for."""
+    student = config.sglang.student.urls if config.rollout.engine == "sglang" else ()
+    teachers = [config.sglang.teachers.urls.get(teacher.name, ()) for teacher in config.teachers.on("sglang")]
+    return list(dict.fromkeys([*student, *(url for replicas in teachers for url in replicas)]))
 
 
 def server_specs(config: Config) -> list[ServerSpec]:
@@ -122,8 +89,8 @@ def server_specs(config: Config) -> list[ServerSpec]:
         for name in names:
             folders.setdefault(name, checkpoints[teacher])
     return [
-        *(_spec(name, config.student.checkpoint, i, student) for i, name in enumerate(student_servers(config))),
-        *(_spec(name, folder, i, teachers) for i, (name, folder) in enumerate(folders.items())),
+        *(_spec(config, name, config.student.checkpoint, i, student) for i, name in enumerate(student_servers(config))),
+        *(_spec(config, name, folder, i, teachers) for i, (name, folder) in enumerate(folders.items())),
     ]
 
 
@@ -139,14 +106,34 @@ def _merge(role: str, common: Mapping[str, Any], own: Mapping[str, Any]) -> dict
     return {**RELIED_ON, **(CPU if table.get("device") == "cpu" else {}), **table}
 
 
-def _spec(name: str, checkpoint: Path, index: int, table: Mapping[str, Any]) -> ServerSpec:
+def _spec(config: Config, name: str, checkpoint: Path, index: int, table: Mapping[str, Any]) -> ServerSpec:
     """`index` among the servers of its role: on a machine with several GPUs each has its own, the next after those of
     the one before."""
     table, on_cpu = dict(table), table.get("device") == "cpu"
     if not on_cpu:
         table["base_gpu_id"] = _number(table, "base_gpu_id", 0) + index * _num_gpus(table)
-    ours = {"model_path": checkpoint.absolute(), "weight_version": INITIAL_VERSION}
-    return ServerSpec(name, tuple(word for pair in {**table, **ours}.items() for word in _words(*pair)), on_cpu)
+    table |= {"model_path": checkpoint.absolute(), "weight_version": INITIAL_VERSION}
+    variables = {"HF_HUB_OFFLINE": "1"}  # local folders only
+    if on_cpu:  # which all servers share
+        variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return ServerSpec(
+        name=name,
+        log=f"sglang-{name}.log",
+        table="sglang",
+        python=interpreter(config),
+        module="sglang.launch_server",
+        arguments=tuple(word for pair in table.items() for word in _words(*pair)),
+        address_arguments=("--host", "{host}", "--port", "{port}"),
+        host=config.sglang.host,
+        key_variable=config.sglang.api_key_env or None,
+        takes_key_as_argument=True,
+        start_timeout_s=config.sglang.start_timeout_s,
+        on_cpu=on_cpu,
+        # With a GPU, SGLang looks every 5 s whether it was asked to end, and then has its schedulers give the memory of
+        # the device back; on a CPU there is nothing to give back.
+        grace_s=0.0 if on_cpu else 20.0,
+        variables=tuple(variables.items()),
+    )
 
 
 def _num_gpus(table: Mapping[str, Any]) -> int:
@@ -197,7 +184,4 @@ def check_interpreter(python: Path) -> None:
 
 def api_key(config: Config) -> str | None:
     """Of all servers, started or given by URL."""
-    name = config.sglang.api_key_env
-    if name and not os.environ.get(name):
-        raise UserError(f"sglang.api_key_env names {name}, which is not set; export {name}=...")
-    return os.environ[name] if name else None
+    return read_api_key("sglang", config.sglang.api_key_env)

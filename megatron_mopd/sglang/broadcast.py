@@ -27,7 +27,8 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.mcore.learner import Learner
 from megatron_mopd.mcore.stream import BUCKET_BYTES, HfStream
 from megatron_mopd.protocols import EndpointDown
-from megatron_mopd.sglang.launch import api_key, endpoints
+from megatron_mopd.servers.launch import endpoints
+from megatron_mopd.sglang.arguments import api_key
 from megatron_mopd.sglang.placement import student_servers
 from megatron_mopd.sglang.sender import Sender, Server, Servers, buckets
 from megatron_mopd.sglang.weights import begin_update, end_update, version_name

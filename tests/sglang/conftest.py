@@ -16,7 +16,7 @@ from running import WAIT_S, Server, Servers, StartServers
 from tiny import write_checkpoint
 
 from megatron_mopd.config import Config
-from megatron_mopd.sglang.launch import endpoints, servers
+from megatron_mopd.servers.launch import endpoints, servers
 from megatron_mopd.yaml_tree import overlay
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_mopd.config import Config
-from megatron_mopd.sglang import files
-from megatron_mopd.sglang.launch import check_keeper
+from megatron_mopd.servers import files
+from megatron_mopd.servers.launch import check_keeper
 
 WAIT_S = 400.0
 """For a server, with the starts of others before it: one at a time on a machine."""

@@ -22,7 +22,7 @@ from running import StartServers
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
-from megatron_mopd.sglang.launch import check_keeper, endpoints, servers
+from megatron_mopd.servers.launch import check_keeper, endpoints, servers
 from megatron_mopd.telemetry.record import replace_file
 
 pytestmark = pytest.mark.sglang
@@ -35,7 +35,7 @@ KEY = "a-key-that-must-not-be-seen"
 RUN = """
 import sys, time
 from megatron_mopd.config import load_config
-from megatron_mopd.sglang.launch import servers
+from megatron_mopd.servers.launch import servers
 with servers(load_config([sys.argv[1]])):
     time.sleep(600)
 """
@@ -141,7 +141,7 @@ class Running:
 
     def keeper(self) -> psutil.Process:
         return next(
-            p for p in psutil.Process(self.process.pid).children() if "megatron_mopd.sglang.keeper" in p.cmdline()
+            p for p in psutil.Process(self.process.pid).children() if "megatron_mopd.servers.keeper" in p.cmdline()
         )
 
 

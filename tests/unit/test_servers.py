@@ -21,12 +21,12 @@ import pytest
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.run_lock import locked
-from megatron_mopd.sglang import files
-from megatron_mopd.sglang.addresses import reserve_port, url_of
-from megatron_mopd.sglang.arguments import check_servers, server_lines, server_specs
-from megatron_mopd.sglang.launch import check_keeper, servers
+from megatron_mopd.servers import files
+from megatron_mopd.servers.addresses import reserve_port, url_of
+from megatron_mopd.servers.launch import check_keeper, servers
+from megatron_mopd.servers.process import CHILD
+from megatron_mopd.servers.wanted import check_servers, server_lines, server_specs
 from megatron_mopd.sglang.placement import student_servers, teacher_servers
-from megatron_mopd.sglang.process import CHILD
 from megatron_mopd.sglang.supported import check_checkpoints
 from megatron_mopd.yaml_tree import overlay
 
@@ -65,24 +65,31 @@ def value_of(words: list[str], option: str) -> str:
 
 def test_teachers_take_turns_on_fewer_servers(tmp_path: Path) -> None:
     config = make_config(tmp_path, num_teachers=5)
-    assert teacher_servers(config) == {f"t{i}": f"teachers-{i}" for i in range(5)}
+    assert teacher_servers(config) == {f"t{i}": (f"teachers-{i}",) for i in range(5)}
     config = make_config(tmp_path, num_teachers=5, teachers={"num_servers": 2})
-    assert list(teacher_servers(config).values()) == ["teachers-0", "teachers-1"] * 2 + ["teachers-0"]
+    assert list(teacher_servers(config).values()) == [("teachers-0",), ("teachers-1",)] * 2 + [("teachers-0",)]
     for i in range(2):  # the k-th server begins with the k-th teacher
         assert value_of(words_of(config, f"teachers-{i}"), "--model-path") == str(tmp_path / f"t{i}")
 
 
+def test_more_servers_than_teachers_are_replicas_of_the_first(tmp_path: Path) -> None:
+    config = make_config(tmp_path, num_teachers=2, teachers={"num_servers": 3})
+    assert teacher_servers(config) == {"t0": ("teachers-0", "teachers-2"), "t1": ("teachers-1",)}
+    for name, teacher in (("teachers-0", "t0"), ("teachers-1", "t1"), ("teachers-2", "t0")):
+        assert value_of(words_of(config, name), "--model-path") == str(tmp_path / teacher)
+
+
 def test_servers_given_by_url_are_not_started(tmp_path: Path) -> None:
-    config = make_config(tmp_path, teachers={"urls": {"t1": "http://a:1"}}, student={"urls": ["http://b:1"]})
+    config = make_config(tmp_path, teachers={"urls": {"t1": ["http://a:1"]}}, student={"urls": ["http://b:1"]})
     assert student_servers(config) == ()
-    assert teacher_servers(config) == {"t0": "teachers-0", "t2": "teachers-1"}
+    assert teacher_servers(config) == {"t0": ("teachers-0",), "t2": ("teachers-1",)}
     assert server_specs(make_config(tmp_path, num_teachers=0, engine="embedded")) == []
 
 
 def test_a_user_is_told_what_the_run_will_wait_for(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening, reserve_port("127.0.0.1") as silent:
+    with socket.create_server(("127.0.0.1", 0)) as listening, reserve_port("127.0.0.1", "sglang") as silent:
         here, nowhere = (f"http://127.0.0.1:{s.getsockname()[1]}" for s in (listening, silent))
-        config = make_config(tmp_path, 2, teachers={"urls": {"t0": nowhere}}, student={"urls": [here]})
+        config = make_config(tmp_path, 2, teachers={"urls": {"t0": [nowhere]}}, student={"urls": [here]})
         started, waits = server_lines(config)
     assert "servers to start: teachers-0;" in started
     assert f"nothing answers at {nowhere} yet; the run waits at most 900 s" in waits
@@ -147,10 +154,12 @@ def test_each_server_of_a_machine_has_gpus_of_its_own(tmp_path: Path) -> None:
         ({"student": {"urls": ["http://a:99999"]}}, "is no URL"),
         ({"student": {"urls": ["http://a:1", "http://a:1"]}}, "sglang.student.urls.1=http://a:1 is there twice"),
         ({"student": {"urls": ["http://a:1"], "num_servers": 2}}, "remove one of the two"),
-        ({"teachers": {"urls": {"t0": "nonsense"}}}, "sglang.teachers.urls.t0='nonsense' is no URL"),
-        ({"student": {"urls": ["http://a:1"]}, "teachers": {"urls": {"t0": "http://a:1"}}}, "is a student server too"),
-        ({"teachers": {"num_servers": 4}}, "num_servers=4, but 3 teachers"),
-        ({"teachers": {"urls": {"t9": "http://a:1"}}}, "sglang.teachers.urls.t9"),
+        ({"teachers": {"urls": {"t0": ["nonsense"]}}}, "sglang.teachers.urls.t0.0='nonsense' is no URL"),
+        (
+            {"student": {"urls": ["http://a:1"]}, "teachers": {"urls": {"t0": ["http://b:1", "http://a:1"]}}},
+            "t0.1=http://a:1 is a student server too",
+        ),
+        ({"teachers": {"urls": {"t9": ["http://a:1"]}}}, "sglang.teachers.urls.t9"),
         ({"python": "absent/python"}, "is no program; without a GPU run tools/setup_sglang_cpu.sh"),
         ({}, "has no sglang"),  # this interpreter
     ],
@@ -215,7 +224,7 @@ def test_refuses_teachers_of_two_architectures_on_one_server(tmp_path: Path) -> 
 
 
 def test_a_reserved_port_can_be_served_on_and_is_given_to_nobody_else() -> None:
-    with reserve_port("127.0.0.1") as reserved:
+    with reserve_port("127.0.0.1", "sglang") as reserved:
         port = reserved.getsockname()[1]
         for _ in range(2):  # also again, after the first server is gone
             with socket.create_server(("127.0.0.1", port)):
@@ -273,6 +282,7 @@ def test_servers_of_mopd_serve_are_used_if_they_are_the_ones_needed(tmp_path: Pa
         check_keeper(run)
 
 
+MODULE = "sglang.launch_server"
 STAND_IN = """
 import logging, os, signal, subprocess, sys, time
 logging.basicConfig(level=logging.INFO, format="%(message)s %(args)s")
@@ -302,7 +312,7 @@ class Child:
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(CHILD), str(theirs.fileno()), str(grace_s), key_variable, *words],
+                [sys.executable, str(CHILD), str(theirs.fileno()), str(grace_s), key_variable, MODULE, *words],
                 pass_fds=[theirs.fileno()],
                 stdout=log,
                 stderr=log,

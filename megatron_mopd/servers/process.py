@@ -1,7 +1,7 @@
 """One server process: a port that stays its own, a start, an end that leaves nothing behind.
 
-The port is bound by the keeper and never listened on. SGLang's servers may bind it too (both sockets have SO_REUSEADDR,
-and one that does not listen is no conflict), while the kernel gives it to nobody else as long as it is bound: also not
+The port is bound by the keeper and never listened on. The server may bind it too (both sockets have SO_REUSEADDR, and
+one that does not listen is no conflict), while the kernel gives it to nobody else as long as it is bound: also not
 between the death of a server and its next start.
 """
 
@@ -14,13 +14,12 @@ import socket
 import subprocess
 from pathlib import Path
 
-from megatron_mopd.config import Config
-from megatron_mopd.sglang import arguments
-from megatron_mopd.sglang.addresses import reserve_port, url_of
+from megatron_mopd.servers.addresses import reserve_port, url_of
+from megatron_mopd.servers.spec import ServerSpec
 
 CHILD = Path(__file__).with_name("child.py")
 USAGE_ERROR = 2
-"""Exit code of a server whose arguments SGLang does not understand."""
+"""Exit code of a server that does not understand its arguments."""
 KILLED = 137
 LAST_LINES = 10
 _ERROR = re.compile(r"^([\w. ]*: error: .*|[\w.]*(Error|Exception): .+)")
@@ -29,11 +28,10 @@ _ERROR = re.compile(r"^([\w. ]*: error: .*|[\w.]*(Error|Exception): .+)")
 class ServerProcess:
     """`url` and the log file are known before the first start and never change."""
 
-    def __init__(self, spec: arguments.ServerSpec, host: str, logs: Path):
-        self.name, self.spec, self._host = spec.name, spec, host
-        self.log = logs / f"sglang-{spec.name}.log"
-        self._port = reserve_port(host)
-        self.url = url_of(host, self._port.getsockname()[1])
+    def __init__(self, spec: ServerSpec, logs: Path):
+        self.name, self.spec, self.log = spec.name, spec, logs / spec.log
+        self._port = reserve_port(spec.host, spec.table)
+        self.url = url_of(spec.host, self._port.getsockname()[1])
         self._process: subprocess.Popen | None = None
 
     @property
@@ -41,13 +39,13 @@ class ServerProcess:
         """Leader of the server's process group."""
         return None if self._process is None else self._process.pid
 
-    def start(self, config: Config) -> None:
+    def start(self) -> None:
         assert self._process is None, f"{self.name} runs already"
+        spec, port = self.spec, self._port.getsockname()[1]
         self._lifeline, theirs = socket.socketpair()
-        port = str(self._port.getsockname()[1])
-        words = [str(arguments.interpreter(config)), str(CHILD)]
-        words += [str(theirs.fileno()), str(self.spec.grace_s), config.sglang.api_key_env or ""]
-        words += [*self.spec.arguments, "--host", self._host, "--port", port]
+        key_variable = spec.key_variable if spec.takes_key_as_argument else None
+        words = [str(spec.python), str(CHILD), str(theirs.fileno()), str(spec.grace_s), key_variable or "", spec.module]
+        words += spec.command(port)
         with os.fdopen(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
@@ -56,7 +54,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self.spec.environment(),
+                env=spec.environment(),
                 start_new_session=True,
             )
         theirs.close()

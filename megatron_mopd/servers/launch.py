@@ -15,11 +15,10 @@ from pathlib import Path
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.link import environment_without_torchrun
-from megatron_mopd.sglang import files
-from megatron_mopd.sglang.arguments import ServerSpec, api_key, check_servers, server_specs
-from megatron_mopd.sglang.keeper import PREVIOUS_KEEPER_S, READY
-
-__all__ = ["api_key", "check_keeper", "check_servers", "endpoints", "servers"]
+from megatron_mopd.servers import files
+from megatron_mopd.servers.keeper import PREVIOUS_KEEPER_S, READY
+from megatron_mopd.servers.spec import ServerSpec
+from megatron_mopd.servers.wanted import check_servers, server_specs
 
 MARGIN_S = 15.0
 
@@ -45,7 +44,7 @@ def servers(config: Config) -> Iterator[None]:
     ours, theirs = socket.socketpair()
     with ours, log.open("ab") as output:
         keeper = subprocess.Popen(
-            [sys.executable, "-m", "megatron_mopd.sglang.keeper", str(theirs.fileno())],
+            [sys.executable, "-m", "megatron_mopd.servers.keeper", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -2,6 +2,7 @@
 
     <name>.json     {"url": ..., "pid": ...}: from before the first start of the server until the end of the keeper
     failure.txt     why the keeper gave up
+    config.yaml     the configuration that it serves
     foreground      the keeper is a `mopd serve`, which a run uses and does not end
     .lock           held by the keeper as long as it lives
 
@@ -18,7 +19,7 @@ from typing import Any
 from megatron_mopd.errors import UserError
 from megatron_mopd.run_lock import locked
 
-FAILURE, FOREGROUND = "failure.txt", "foreground"
+FAILURE, FOREGROUND, CONFIG = "failure.txt", "foreground", "config.yaml"
 
 
 def folder(run_folder: Path) -> Path:
@@ -31,6 +32,10 @@ def write_endpoint(run_folder: Path, name: str, url: str, pid: int | None) -> No
 
 def write_failure(run_folder: Path, reason: str) -> None:
     _write(folder(run_folder) / FAILURE, reason)
+
+
+def write_config(run_folder: Path, text: str) -> None:
+    _write(folder(run_folder) / CONFIG, text)
 
 
 def mark_foreground(run_folder: Path) -> None:
@@ -62,7 +67,7 @@ def keeper_lives(run_folder: Path) -> bool:
 
 def clear(run_folder: Path) -> None:
     for file in folder(run_folder).iterdir():
-        if file.suffix == ".json" or file.name in (FAILURE, FOREGROUND):
+        if file.suffix == ".json" or file.name in (FAILURE, FOREGROUND, CONFIG):
             file.unlink()
 
 

@@ -27,8 +27,9 @@ from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import EndpointDown
 from megatron_mopd.run_lock import locked, try_lock
-from megatron_mopd.sglang import arguments, files
-from megatron_mopd.sglang.process import USAGE_ERROR, ServerProcess
+from megatron_mopd.servers import files
+from megatron_mopd.servers.process import USAGE_ERROR, ServerProcess
+from megatron_mopd.servers.wanted import check_servers, server_specs
 
 MAX_DEATHS = 5
 """In a row, none after a healthy minute."""
@@ -45,8 +46,8 @@ Say = Callable[[str], None]
 
 
 class Keeper:
-    def __init__(self, config: Config, servers: list[ServerProcess], say: Say):
-        self._config, self._servers, self._say = config, servers, say
+    def __init__(self, run_folder: Path, servers: list[ServerProcess], say: Say):
+        self._run_folder, self._servers, self._say = run_folder, servers, say
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the servers until `stop`. Raises UserError where one of them cannot be kept."""
@@ -74,7 +75,7 @@ class Keeper:
             deaths += 1
             code = await self._end(server)
             if code == USAGE_ERROR and tries == MAX_FIRST_DEATHS:
-                raise UserError(f"sglang: {server.name} refuses its arguments: {server.reason(code)}")
+                raise UserError(f"{server.spec.table}: {server.name} refuses its arguments: {server.reason(code)}")
             reason = f"{server.name} ended with exit code {code}: {server.reason(code)}"
             if deaths == tries:
                 raise UserError(f"{reason}; given up after {deaths} starts, see {server.log}")
@@ -85,8 +86,8 @@ class Keeper:
         """Return once it is healthy, with the time; None where it ends first, or is not there in time."""
         async with _turn(server.spec.on_cpu):
             started = time.monotonic()
-            server.start(self._config)
-            files.write_endpoint(self._config.run.folder, server.name, server.url, server.pid)
+            server.start()
+            files.write_endpoint(self._run_folder, server.name, server.url, server.pid)
             if not await self._becomes_healthy(server):
                 return None
         self._say(f"{server.name} serves at {server.url}, {time.monotonic() - started:.0f} s after its start")
@@ -103,11 +104,11 @@ class Keeper:
         return server.end()
 
     async def _becomes_healthy(self, server: ServerProcess) -> bool:
-        deadline = time.monotonic() + self._config.sglang.start_timeout_s
-        async with Client(silence_s=10.0) as client:
+        deadline = time.monotonic() + server.spec.start_timeout_s
+        async with Client(silence_s=10.0, api_key=server.spec.key) as client:
             while not server.ended():
                 if time.monotonic() > deadline:
-                    self._say(f"{server.name} is not healthy after sglang.start_timeout_s; ending it")
+                    self._say(f"{server.name} is not healthy after {server.spec.table}.start_timeout_s; ending it")
                     return False
                 try:
                     await client.get(server.url, "/ready")
@@ -124,7 +125,7 @@ async def _turn(on_cpu: bool) -> AsyncIterator[None]:
     if not on_cpu:
         yield
         return
-    path = Path(tempfile.gettempdir()) / f"megatron_mopd-{os.getuid()}-sglang-start.lock"
+    path = Path(tempfile.gettempdir()) / f"megatron_mopd-{os.getuid()}-server-start.lock"
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)) as file:
         while not try_lock(file.fileno()):
             await asyncio.sleep(CHECK_S)
@@ -139,7 +140,8 @@ def reserved_servers(config: Config, foreground: bool) -> Iterator[list[ServerPr
     logs.mkdir(parents=True, exist_ok=True)
     with locked(files.folder(folder), wait_s=PREVIOUS_KEEPER_S):
         files.clear(folder)
-        servers = [ServerProcess(spec, config.sglang.host, logs) for spec in arguments.server_specs(config)]
+        servers = [ServerProcess(spec, logs) for spec in server_specs(config)]
+        files.write_config(folder, config.dump())
         try:
             for server in servers:
                 files.write_endpoint(folder, server.name, server.url, None)
@@ -159,9 +161,11 @@ def reserved_servers(config: Config, foreground: bool) -> Iterator[list[ServerPr
 
 def serve(config: Config) -> int:
     """`mopd serve`: the keeper in the foreground, until Ctrl-C."""
-    arguments.check_servers(config)
-    if not arguments.server_specs(config):
-        raise UserError("nothing to serve: set rollout.engine=sglang or teachers.backend=sglang, without URLs for them")
+    check_servers(config)
+    if not server_specs(config):
+        raise UserError(
+            "nothing to serve: set rollout.engine=sglang, or teachers.backend to sglang or megatron, and no URLs"
+        )
     with reserved_servers(config, foreground=True) as servers:
         return asyncio.run(_run(config, servers, lambda line: print(line, flush=True), parent=None))
 
@@ -180,13 +184,13 @@ async def _run(config: Config, servers: list[ServerProcess], say: Say, parent: s
         loop.add_signal_handler(number, by_signal, number)
     if parent is not None:
         loop.add_reader(parent, stop.set)
-    await Keeper(config, servers, say).run(stop)
+    await Keeper(config.run.folder, servers, say).run(stop)
     return code
 
 
 def main() -> None:
-    """`python -m megatron_mopd.sglang.keeper SOCKET_FD`: started by `launch.servers`, which sends the configuration and
-    hears when the URLs are announced."""
+    """`python -m megatron_mopd.servers.keeper SOCKET_FD`: started by `launch.servers`, which sends the configuration
+    and hears when the URLs are announced."""
     parent = socket.socket(fileno=int(sys.argv[1]))
 
     def command() -> int:

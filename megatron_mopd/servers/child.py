@@ -1,16 +1,16 @@
-"""Runs `sglang.launch_server`, and ends it for certain.
+"""Runs a server's module, and ends it for certain.
 
-    python child.py LIFELINE_FD GRACE_S KEY_VARIABLE [ServerArgs ...]
+    python child.py LIFELINE_FD GRACE_S KEY_VARIABLE MODULE [arguments ...]
 
-Started by the keeper as the leader of a process group, by path, in SGLang's own interpreter: it imports nothing of
-this project. It forks once. The child becomes the server. The leader waits until the server ends or until the lifeline,
-a socket whose other end the keeper holds, closes: because the keeper stops the server, or because the keeper is gone.
-Then it gives the server GRACE_S seconds to end in order, says its exit code into the lifeline, and kills the group,
-itself included.
+Started by the keeper as the leader of a process group, by path, in the interpreter of the server (SGLang has its own):
+it imports nothing of this project. It forks once. The child becomes the server. The leader waits until the server ends
+or until the lifeline, a socket whose other end the keeper holds, closes: because the keeper stops the server, or
+because the keeper is gone. Then it gives the server GRACE_S seconds to end in order, says its exit code into the
+lifeline, and kills the group, itself included. KEY_VARIABLE is for servers that take their key as an argument alone.
 
 Promise: whichever process is killed, no other one of the group stays, if the leader or the keeper is there to see it.
 SGLang alone does not promise that: its schedulers ask the kernel to be killed with their parent only after some seconds
-of imports.
+of imports. Ranks that torchrun puts in groups of their own watch over it (`ranks.end_with_launcher`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CHECK_S = 0.25
 
 
 def main() -> None:
-    lifeline, grace_s, key_variable, *arguments = sys.argv[1:]
+    lifeline, grace_s, key_variable, module, *arguments = sys.argv[1:]
     leader = os.getpid()
     server = os.fork()
     if server:
         watch(server, int(lifeline), float(grace_s))
     else:
         os.close(int(lifeline))
-        become_server(leader, key_variable, arguments)
+        become_server(leader, key_variable, module, arguments)
 
 
 def watch(server: int, lifeline: int, grace_s: float) -> None:
@@ -66,8 +66,8 @@ def exit_code(server: int) -> int | None:
     return code if code >= 0 else 128 - code
 
 
-def become_server(leader: int, key_variable: str, arguments: list[str]) -> None:
-    """`python -m sglang.launch_server`, in this process: its spawned children import that module, as they must."""
+def become_server(leader: int, key_variable: str, module: str, arguments: list[str]) -> None:
+    """`python -m MODULE`, in this process: its spawned children import that module, as SGLang's must."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != leader:  # gone before the kernel was asked
         os._exit(1)
@@ -76,8 +76,8 @@ def become_server(leader: int, key_variable: str, arguments: list[str]) -> None:
         key = os.environ[key_variable]
         arguments = [*arguments, "--api-key", key]  # not in the command line, which everyone on the machine can read
         hide(key)
-    sys.argv = ["sglang.launch_server", *arguments]
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def hide(key: str) -> None:
