@@ -214,6 +214,14 @@ class Objective(Table):
     """Bound on the teacher log-ratio of a token (eq. 15); null for none."""
     normalisation: Literal["sequence", "token"] = "sequence"
     """sequence: mean over trajectories of their mean over tokens. token: mean over all trained tokens of the batch."""
+    domain_weights: dict[str, PositiveFloat] | None = None
+    """Factors of the domains' trajectories in the loss, 1 for a domain without; only their ratios matter."""
+    domain_balance: Literal["none", "inverse_deviation"] = "none"
+    """inverse_deviation: a domain's factor falls with the standard deviation of its advantages, within [1/4, 4]."""
+
+    @property
+    def weighs_domains(self) -> bool:
+        return bool(self.domain_weights) or self.domain_balance != "none"
 
 
 class Learner(Table):
@@ -275,6 +283,21 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
         return Config.model_validate(tree)
     except ValidationError as error:
         raise UserError("; ".join(_explain(e) for e in error.errors())) from None
+
+
+def check_domains(config: Config) -> None:
+    """UserError where `objective` weighs a domain that is never drawn, or by teachers that there are none of."""
+    for domain in config.objective.domain_weights or {}:
+        if domain not in config.prompts.mixture:
+            raise UserError(
+                f"objective.domain_weights.{domain}: no such domain in prompts.mixture, which has "
+                f"{', '.join(config.prompts.mixture)}; correct or remove it"
+            )
+    if config.objective.domain_balance != "none" and config.objective.name == "sft":
+        raise UserError(
+            f"objective.domain_balance={config.objective.domain_balance} goes by the teachers' advantages, and "
+            "objective.name=sft has no teachers; set objective.domain_balance=none"
+        )
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

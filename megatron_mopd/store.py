@@ -38,6 +38,10 @@ class StoredBatch:
     def __len__(self) -> int:
         return len(self.cell)
 
+    @property
+    def advantage_sums(self) -> np.ndarray:
+        return self._file.get_tensor("advantage_sums")
+
     def select(self, rows: Sequence[int]) -> Batch:
         chosen = np.asarray(rows, np.int64)
         columns = {}
@@ -85,8 +89,12 @@ class TrajectoryStore:
                 shutil.rmtree(folder)
 
 
+ROW_COLUMNS = ("loss_tokens", "advantage_sums")
+"""What a rank must know of every row, so that it reads the tokens of its own alone."""
+
+
 def write_batch(file: Path, batch: Batch) -> None:
-    columns = {name: getattr(batch, name) for name in (*TOKEN_COLUMNS, "offsets", "cell", "loss_tokens")}
+    columns = {name: getattr(batch, name) for name in (*TOKEN_COLUMNS, "offsets", "cell", *ROW_COLUMNS)}
     if batch.routed_experts is not None:
         columns["routed_experts"] = batch.routed_experts
     columns["loss_tokens"] = np.asarray(columns["loss_tokens"], np.int64)

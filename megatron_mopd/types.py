@@ -219,6 +219,17 @@ class Batch:
         before = np.concatenate([[0], np.cumsum(self.loss_mask)])
         return before[self.offsets[1:]] - before[np.minimum(self.offsets[:-1] + 1, self.offsets[1:])]
 
+    @property
+    def advantage_sums(self) -> np.ndarray:
+        """Number, sum and sum of squares of the advantages teacher - rollout of a row's trained tokens, [n, 3] float64;
+        without those of which one is not finite."""
+        known = self.loss_mask & np.isfinite(self.teacher_logprobs) & np.isfinite(self.rollout_logprobs)
+        known[self.offsets[:-1][self.lengths > 0]] = False  # see loss_tokens
+        row = np.repeat(np.arange(len(self)), self.lengths)[known]
+        advantage = self.teacher_logprobs[known].astype(np.float64) - self.rollout_logprobs[known]
+        powers = (np.ones_like(advantage), advantage, np.square(advantage))
+        return np.stack([np.bincount(row, power, len(self)) for power in powers], axis=1)
+
     def select(self, rows: Sequence[int]) -> Batch:
         """The given rows, in the given order."""
         picked = np.asarray(rows, np.int64)
@@ -298,8 +309,10 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(parts, dtype=dtype, casting="same_kind") if parts else np.zeros(0, dtype)
 
 
-NUM_QUARTERS = 4
-"""A row's trained tokens are told apart by position in quarters: token i of n is in quarter 4 * i // n."""
+NUM_QUARTERS, NUM_DECILES = 4, 10
+NUM_BUCKETS = 20
+"""A row's trained tokens are told apart by position in buckets: token i of n is in bucket 20 * i // n. Five of them are
+a quarter (4 * i // n), two a decile (10 * i // n)."""
 
 
 class Mean(NamedTuple):
@@ -342,6 +355,13 @@ class CellMetrics:
     """Of |trainer - rollout|, by the quarter of its row's trained tokens that a token is in."""
     route_agreement: Mean = NOTHING
     """Share of (token, layer) pairs whose experts, as recorded and replayed, the trainer's router would choose too."""
+    reverse_kl_deciles: tuple[Mean, ...] = (NOTHING,) * NUM_DECILES
+    """Of student - teacher, by the tenth of its row's trained tokens that a token is in."""
+    logit_grad_norm: float = 0.0
+    """Norm of the gradient of the loss with respect to the logits of the cell's tokens. Cells have no logits in common,
+    so their squares add up to that of the batch."""
+    weight: float = 1.0
+    """Factor of the cell's domain in the loss; see objectives/balance.py."""
 
 
 @dataclass(frozen=True)
@@ -373,6 +393,11 @@ class StepMetrics:
     def mismatch_quarters(self) -> tuple[Mean, ...]:
         """Over all cells."""
         return tuple(Mean.over(c.mismatch_quarters[i] for c in self.cells.values()) for i in range(NUM_QUARTERS))
+
+    @property
+    def reverse_kl_deciles(self) -> tuple[Mean, ...]:
+        """Over all cells."""
+        return tuple(Mean.over(c.reverse_kl_deciles[i] for c in self.cells.values()) for i in range(NUM_DECILES))
 
     @property
     def route_agreement(self) -> Mean:

@@ -41,7 +41,8 @@ from megatron_mopd.mcore.optimizer import build_optimizer, wrap
 from megatron_mopd.mcore.options import check_optimizer_options, check_router_replay, split_megatron_table
 from megatron_mopd.mcore.router_replay import Agreement, Observer, RouterReplay
 from megatron_mopd.objectives import build_objective
-from megatron_mopd.objectives.normalisation import row_weights
+from megatron_mopd.objectives.balance import batch_weights
+from megatron_mopd.objectives.logprobs import TargetLogprobs
 from megatron_mopd.types import StepMetrics
 
 # isort: split
@@ -97,7 +98,8 @@ class Learner:
         """One optimizer step on the whole batch. Raises UserError where the loss or the gradient is not finite."""
         assert len(batch), "an update needs a trajectory"
         num_cells = len(batch.cells)
-        mine, num_packed = self._micro_batches(batch)
+        row_weights, factors = batch_weights(batch, self.config.objective)
+        mine, num_packed = self._micro_batches(batch, row_weights)
         self._refuse_unless_routed(mine)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -117,7 +119,7 @@ class Learner:
             learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups) or 0.0,
             num_tokens=int(batch.lengths.sum()),
             num_micro_batches=len(mine),
-            cells=cell_metrics(sums, agreement.reduce(), batch.cells, batch.cell),
+            cells=cell_metrics(sums, agreement.reduce(), batch.cells, batch.cell, factors),
         )
 
     @torch.no_grad()
@@ -155,7 +157,7 @@ class Learner:
 
     def _evaluate(self, batch: Rows, observer: Observer | None = None) -> tuple[list[DeviceMicroBatch], list[Tensor]]:
         """This rank's micro-batches, and the log-probs of each on ranks of the last stage."""
-        mine, _ = self._micro_batches(batch)
+        mine, _ = self._micro_batches(batch, np.zeros(len(batch), np.float32))
         for chunk in self.chunks:
             chunk.eval()
         parts = self._run(mine, _keep_logprobs, observer, forward_only=True)
@@ -163,11 +165,10 @@ class Learner:
             chunk.train()
         return mine, parts
 
-    def _micro_batches(self, batch: Rows) -> tuple[list[DeviceMicroBatch], int]:
-        row_weight = row_weights(batch.loss_tokens, self.config.objective.normalisation)
+    def _micro_batches(self, batch: Rows, row_weights: np.ndarray) -> tuple[list[DeviceMicroBatch], int]:
         max_tokens = self.config.learner.micro_batch_tokens
         with_routes = self.config.rollout.router_replay
-        return micro_batches(batch, row_weight, self.layout, max_tokens, self.vocab_size, with_routes)
+        return micro_batches(batch, row_weights, self.layout, max_tokens, self.vocab_size, with_routes)
 
     def _run(
         self,
@@ -207,13 +208,12 @@ class Learner:
     def _loss(
         self, num_cells: int, num_packed: int, micro: DeviceMicroBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs_T, entropy_T, _ = output[0].unbind(-1)
-        detached_T = logprobs_T.detach()
-        terms = self.objective(detached_T, micro.columns)
+        logprobs_T = output[0, :, 0]
+        scored = TargetLogprobs(*output[0].detach().unbind(-1))
+        terms = self.objective(scored.logprobs_T, micro.columns)
         loss = (terms.coefficient_T * logprobs_T).sum() * num_packed
         num_tokens = torch.tensor(len(logprobs_T), dtype=torch.int, device=device.DEVICE)
-        sums = micro_batch_sums(terms, micro, detached_T, entropy_T.detach(), num_cells)
-        return loss, num_tokens, sums
+        return loss, num_tokens, micro_batch_sums(terms, micro, scored, num_cells)
 
     def _refuse_unless_routed(self, mine: Sequence[DeviceMicroBatch]) -> None:
         bare = any(micro.routed_experts is None and micro.columns.loss_mask_T.any() for micro in mine)

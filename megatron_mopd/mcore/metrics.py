@@ -8,11 +8,15 @@ they were sampled, from the rollout's distribution q, against the trainer's p. W
 and the second form (k3 of http://joschu.net/blog/kl-approx.html) is never negative and varies less. It is computed in
 float64: e^m - 1 - m is about m^2 / 2, far below the rounding of float32.
 
-Shape suffixes: T packed tokens, C cells, M sums per cell.
+The gradient of the loss with respect to the logits of a token is its coefficient times that of its log-prob, whose size
+the head knows (objectives/logprobs.py): so the gradient of each cell is measured without another backward pass.
+
+Shape suffixes: T packed tokens, C cells, M sums per cell, B position buckets.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -23,8 +27,9 @@ from torch import Tensor
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.collectives import from_last_stage, gather_over_data
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch
+from megatron_mopd.objectives.logprobs import TargetLogprobs
 from megatron_mopd.objectives.objective import TokenTerms
-from megatron_mopd.types import NUM_QUARTERS, Cell, CellMetrics, Mean
+from megatron_mopd.types import NUM_BUCKETS, NUM_DECILES, NUM_QUARTERS, Cell, CellMetrics, Mean
 
 
 class _Sum(IntEnum):
@@ -36,37 +41,42 @@ class _Sum(IntEnum):
     MASKED = 5
     LOSS = 6
     MISMATCH_KL = 7
-    QUARTER_TOKENS = 8  # and the three after it
-    QUARTER_MISMATCH = 12  # and the three after it
-    MISMATCH_MAX = 16  # a maximum, and the last: everything before it is added
+    GRAD_SQUARE = 8
+    BUCKETS = 9  # tokens, reverse KL and mismatch of the first bucket, then of the others
+    MISMATCH_MAX = BUCKETS + 3 * NUM_BUCKETS  # a maximum, and the last: everything before it is added
 
 
 _NUM_SUMS = _Sum.MISMATCH_MAX + 1
 
 
-def micro_batch_sums(
-    terms: TokenTerms, micro: DeviceMicroBatch, logprobs_T: Tensor, entropy_T: Tensor, num_cells: int
-) -> Tensor:
+def micro_batch_sums(terms: TokenTerms, micro: DeviceMicroBatch, scored: TargetLogprobs, num_cells: int) -> Tensor:
     """[C, M] float64 of one micro-batch on one context-parallel rank."""
     size = terms.mismatch_T.abs()
-    quarters = [terms.trained_T & (micro.quarter_T == i) for i in range(NUM_QUARTERS)]
     per_token = (
         terms.trained_T,
         terms.reverse_kl_T,
         terms.clipped_T,
-        entropy_T.where(terms.trained_T, 0.0),
+        scored.entropy_T.where(terms.trained_T, 0.0),
         size,
         micro.columns.loss_mask_T & ~terms.trained_T,
-        terms.coefficient_T * logprobs_T,
+        terms.coefficient_T * scored.logprobs_T,
         torch.expm1(terms.mismatch_T.double()) - terms.mismatch_T.double(),
-        *quarters,
-        *(size.where(quarter_T, 0.0) for quarter_T in quarters),
+        terms.coefficient_T.double().square() * scored.grad_square_T,
     )
-    values_TM = torch.stack([x.double() for x in per_token], dim=-1)
-    sums_CM = values_TM.new_zeros(num_cells, _NUM_SUMS)
-    sums_CM[:, : _Sum.MISMATCH_MAX].index_add_(0, micro.cell_T, values_TM)
-    sums_CM[:, _Sum.MISMATCH_MAX].scatter_reduce_(0, micro.cell_T, size.double(), "amax")
-    return sums_CM
+    by_position = (terms.trained_T, terms.reverse_kl_T, size)
+    largest_C = size.new_zeros(num_cells, dtype=torch.float64).scatter_reduce_(0, micro.cell_T, size.double(), "amax")
+    parts = (
+        _added(per_token, micro.cell_T, num_cells),
+        _added(by_position, micro.cell_T * NUM_BUCKETS + micro.bucket_T, num_cells * NUM_BUCKETS),
+        largest_C,
+    )
+    return torch.cat([part.view(num_cells, -1) for part in parts], dim=1)
+
+
+def _added(columns: Sequence[Tensor], index_T: Tensor, size: int) -> Tensor:
+    """[size, columns] float64: each column added up over the tokens of the same index."""
+    values = torch.stack([column.double() for column in columns], dim=-1)
+    return values.new_zeros(size, len(columns)).index_add_(0, index_T, values)
 
 
 def reduce_sums(parts: Sequence[Tensor], num_cells: int) -> np.ndarray:
@@ -93,15 +103,18 @@ def total_loss(sums_CM: np.ndarray) -> float:
 
 
 def cell_metrics(
-    sums_CM: np.ndarray, routes_C2: np.ndarray, cells: Sequence[Cell], cell_of_row: np.ndarray
+    sums_CM: np.ndarray, routes_C2: np.ndarray, cells: Sequence[Cell], cell_of_row: np.ndarray, factors_C: np.ndarray
 ) -> dict[Cell, CellMetrics]:
-    """Metrics of each cell with a row in the batch. `routes_C2`: (agreeing, recorded) choices of experts."""
+    """Metrics of each cell with a row in the batch. `routes_C2`: (agreeing, recorded) choices of experts; `factors_C`:
+    those of objectives/balance.py."""
     trajectories = np.bincount(cell_of_row, minlength=len(cells))
-    columns = (sums_CM.tolist(), routes_C2.tolist(), trajectories.tolist())
+    columns = (sums_CM, routes_C2.tolist(), trajectories.tolist(), factors_C.tolist())
     out = {}
-    for cell, sums, routes, rows in zip(cells, *columns, strict=True):
+    for cell, sums_M, routes, rows, factor in zip(cells, *columns, strict=True):
         if rows:
+            sums = sums_M.tolist()
             tokens = int(sums[_Sum.TOKENS])
+            tokens_B, reverse_kl_B, mismatch_B = sums_M[_Sum.BUCKETS : _Sum.MISMATCH_MAX].reshape(NUM_BUCKETS, 3).T
             per_token = 1.0 / max(1, tokens)
             out[cell] = CellMetrics(
                 trajectories=rows,
@@ -113,12 +126,16 @@ def cell_metrics(
                 mismatch_max=sums[_Sum.MISMATCH_MAX],
                 masked_tokens=int(sums[_Sum.MASKED]),
                 mismatch_kl=sums[_Sum.MISMATCH_KL] * per_token,
-                mismatch_quarters=_quarter_means(sums),
+                mismatch_quarters=_means(mismatch_B, tokens_B, NUM_QUARTERS),
                 route_agreement=Mean(routes[0] / max(1.0, routes[1]), int(routes[1])),
+                reverse_kl_deciles=_means(reverse_kl_B, tokens_B, NUM_DECILES),
+                logit_grad_norm=math.sqrt(sums[_Sum.GRAD_SQUARE]),
+                weight=factor,
             )
     return out
 
 
-def _quarter_means(sums: Sequence[float]) -> tuple[Mean, ...]:
-    tokens = [int(sums[_Sum.QUARTER_TOKENS + i]) for i in range(NUM_QUARTERS)]
-    return tuple(Mean(sums[_Sum.QUARTER_MISMATCH + i] / max(1, n), n) for i, n in enumerate(tokens))
+def _means(sums_B: np.ndarray, tokens_B: np.ndarray, parts: int) -> tuple[Mean, ...]:
+    """Means over `parts` stretches of buckets, equally long."""
+    sums, tokens = (x_B.reshape(parts, -1).sum(1).tolist() for x_B in (sums_B, tokens_B))
+    return tuple(Mean(total / max(1.0, n), int(n)) for total, n in zip(sums, tokens, strict=True))

@@ -35,6 +35,8 @@ class Rows(Protocol):
     def lengths(self) -> np.ndarray: ...
     @property
     def loss_tokens(self) -> np.ndarray: ...
+    @property
+    def advantage_sums(self) -> np.ndarray: ...
     def __len__(self) -> int: ...
     def select(self, rows: Sequence[int], /) -> Batch: ...
 
@@ -48,8 +50,8 @@ class DeviceMicroBatch(NamedTuple):
     cell_T: Tensor
     token_T: Tensor
     """Index of the target among all tokens of the batch; -1 on padding."""
-    quarter_T: Tensor
-    """Of its row's trained tokens, 0 to 3."""
+    bucket_T: Tensor
+    """By position among its row's trained tokens, 0 to NUM_BUCKETS - 1."""
     columns: TokenColumns
     sequences: PackedSeqParams
     routed_experts: Tensor | None
@@ -104,7 +106,7 @@ def _to_device(micro: MicroBatch, origin: np.ndarray, with_routes: bool) -> Devi
         target_T=tensor(micro.target_ids),
         cell_T=tensor(micro.cell),
         token_T=tensor(token),
-        quarter_T=tensor(micro.quarter),
+        bucket_T=tensor(micro.bucket),
         columns=TokenColumns(
             loss_mask_T=tensor(micro.loss_mask),
             weight_T=tensor(micro.weight),

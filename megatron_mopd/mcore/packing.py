@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_mopd.types import Batch
+from megatron_mopd.types import NUM_BUCKETS, Batch
 
 MicroBatchRows = list[int]
 
@@ -92,8 +92,8 @@ class MicroBatch:
     rollout_logprobs: np.ndarray  # [T] float32
     teacher_logprobs: np.ndarray  # [T] float32
     cell: np.ndarray  # [T] int64, index into Batch.cells; 0 on padding
-    quarter: np.ndarray
-    """[T] int64: the quarter of its row's trained tokens that the token is in, 0 to 3; 0 where it is not trained."""
+    bucket: np.ndarray
+    """[T] int64: where among its row's trained tokens the token is, 0 to NUM_BUCKETS - 1; 0 where it is not trained."""
     routed_experts: np.ndarray | None
     """[T, L, K] int16: the experts of the input; -1 where none were recorded, and on padding."""
 
@@ -146,18 +146,18 @@ def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> M
         rollout_logprobs=column(batch.rollout_logprobs[at], np.float32),
         teacher_logprobs=column(batch.teacher_logprobs[at], np.float32),
         cell=column(batch.cell[row], np.int64),
-        quarter=column(_quarters(batch)[at], np.int64),
+        bucket=column(_buckets(batch)[at], np.int64),
         routed_experts=None if batch.routed_experts is None else _routes(batch.routed_experts, token),
     )
 
 
-def _quarters(batch: Batch) -> np.ndarray:
-    """[N]: trained token i of the n of its row is in quarter 4 * i // n."""
+def _buckets(batch: Batch) -> np.ndarray:
+    """[N]: trained token i of the n of its row is in bucket 20 * i // n."""
     trained = batch.loss_mask.copy()
     trained[batch.offsets[:-1][batch.lengths > 0]] = False  # the first token of a row has no context
     before = np.concatenate([[0], np.cumsum(trained)])
     index = before[:-1] - np.repeat(before[batch.offsets[:-1]], batch.lengths)
-    return np.where(trained, 4 * index // np.maximum(1, np.repeat(batch.loss_tokens, batch.lengths)), 0)
+    return np.where(trained, NUM_BUCKETS * index // np.maximum(1, np.repeat(batch.loss_tokens, batch.lengths)), 0)
 
 
 def _routes(routes: np.ndarray, token: np.ndarray) -> np.ndarray:

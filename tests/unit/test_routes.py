@@ -168,8 +168,8 @@ def test_quarters_divide_the_trained_tokens_of_a_row() -> None:
     segments = (sampled(0, 8, 6), Segment.observation((7,) * 5, 1), sampled(8, 15, 2))
     batch = Batch.from_graded([graded(()), graded(segments), graded((sampled(0, 3, 1),))], CELLS)
     part = pack(batch, np.ones(3, np.float32), 1, 1, 0)
-    assert part.quarter[part.loss_mask].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 0]
-    assert (part.quarter[~part.loss_mask] == 0).all()
+    assert (part.bucket[part.loss_mask] // 5).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 0]
+    assert (part.bucket[~part.loss_mask] == 0).all()
 
 
 class Recording:
