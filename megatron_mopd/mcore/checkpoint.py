@@ -1,7 +1,7 @@
 """Checkpoints of the learner: weights, optimizer, random states and step, in Megatron's distributed format.
 
     RUN/checkpoints/latest                  name of the newest one
-    RUN/checkpoints/step_00000050/          Megatron's files, and learner.json (step, layout, processes)
+    RUN/checkpoints/step_00000050/          Megatron's files, and learner.json (step, layout, processes, teachers)
 
 Promises (tests/distributed/test_checkpoint.py): a checkpoint is there whole or not at all (written beside, synced,
 renamed, then named in `latest`); at the same layout, save, kill and load equals never stopping, bit for bit on a CPU;
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import queue
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,30 @@ import torch.distributed as dist
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.learner import Learner
-from megatron_mopd.resume import TRACKER_FILE, check_place, facts, latest, read_facts, write_facts
+from megatron_mopd.resume import (
+    TEACHERS,
+    TRACKER_FILE,
+    check_place,
+    facts,
+    latest,
+    read_facts,
+    teacher_facts,
+    write_facts,
+)
 
 # isort: split
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 _METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
 
-__all__ = ["latest", "load", "load_weights", "save"]
+__all__ = ["latest", "load", "load_into", "load_weights", "save"]
 
 # Upstream passes results of its writers through a manager process, for saves that end in the background. Ours do not,
 # and a process that outlives the save would only be in the way of a clean end.
@@ -55,7 +66,7 @@ def save(learner: Learner, folder: Path, keep: int) -> Path:
     learner.sync_params()
     dist_checkpointing.save(_state(learner, is_loading=False), str(partial), content_metadata=_METADATA)
     if is_first:
-        write_facts(partial, _facts(learner))
+        write_facts(partial, {**_facts(learner), TEACHERS: teacher_facts(learner.config.teachers.models)})
         _sync_files(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -78,7 +89,7 @@ def load(learner: Learner, folder: Path) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             optimizer._init_optimizer_states_with_dummy_values()  # state_dict() of a fresh torch optimizer is empty
     content = _load(_state(learner, is_loading=True), folder)
-    _set_weights(learner, content)
+    _set_weights(learner.models, content)
     learner.optimizer.load_state_dict(content["optimizer"])
     _set_rng(content["rng"])
     learner.resume_at(saved["step"])
@@ -86,25 +97,34 @@ def load(learner: Learner, folder: Path) -> None:
 
 def load_weights(learner: Learner, folder: Path) -> None:
     """The weights alone, from a checkpoint of any layout: step 0, fresh optimizer. Collective."""
-    read_facts(folder)
-    _set_weights(learner, _load(_weights(learner), folder))
+    load_into(learner.models, folder)
     learner.reset_optimizer()
 
 
+@torch.no_grad()
+def load_into(models: Sequence[GPTModel], folder: Path) -> None:
+    """The weights alone, from a checkpoint of any layout, into the bare models of this rank. Collective.
+
+    Raises UserError for a folder that is no checkpoint of this project, or holds another model.
+    """
+    read_facts(folder)
+    _set_weights(models, _load(_weights(models), folder))
+
+
 def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:
-    weights = _weights(learner)
+    weights = _weights(learner.models)
     optimizer = learner.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(_METADATA))
     rng = ShardedObject("rng", _rng(), (dist.get_world_size(),), (dist.get_rank(),))
     return {**weights, "optimizer": optimizer, "rng": rng}
 
 
-def _weights(learner: Learner) -> dict[str, Any]:
+def _weights(models: Sequence[GPTModel]) -> dict[str, Any]:
     # Virtual stages repeat local names (layers.0 ...): a dictionary for each.
-    return {f"chunk{i}": model.sharded_state_dict(prefix="model.") for i, model in enumerate(learner.models)}
+    return {f"chunk{i}": model.sharded_state_dict(prefix="model.") for i, model in enumerate(models)}
 
 
-def _set_weights(learner: Learner, content: dict[str, Any]) -> None:
-    for i, model in enumerate(learner.models):
+def _set_weights(models: Sequence[GPTModel], content: dict[str, Any]) -> None:
+    for i, model in enumerate(models):
         state = {name.removeprefix("model."): value for name, value in content[f"chunk{i}"].items()}
         model.load_state_dict(state)
 

@@ -6,10 +6,10 @@ when targets are set it answers [T, 1, 3] (objectives/logprobs.py) where logits 
 padded vocabulary.
 
 Promises (law 12): logits are accumulated in float32 from the model's own dtype, divided by the sampling temperature,
-over exactly the first `vocab_size` tokens.
+over exactly the first `vocab_size` tokens. Without gradients no more than `LOGITS` of them exist at once.
 
-Shape suffixes: T packed tokens, t this rank's slice of them under sequence parallelism, D width, v this rank's
-vocabulary.
+Shape suffixes: T packed tokens, t this rank's slice of them under sequence parallelism, S those that are scored, D
+width, v this rank's vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_mopd.mcore import device  # noqa: F401
+from megatron_mopd.mcore import device
+from megatron_mopd.objectives.logprobs import TargetLogprobs, vocab_parallel_logprobs
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
@@ -32,13 +33,15 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from megatron_mopd.objectives.logprobs import TargetLogprobs, vocab_parallel_logprobs
+LOGITS = 1 << 28 if device.HAS_GPU else 1 << 22
+"""Entries of the largest logits tensor of a scoring pass; on a CPU, what stays in its cache."""
 
 
 class LogprobHead(ColumnParallelLinear):
     vocab_size: int
     temperature: float
     _target_T: Tensor | None
+    _at_S: Tensor | None
 
     @classmethod
     def install(cls, model: GPTModel, vocab_size: int, temperature: float) -> LogprobHead:
@@ -58,18 +61,20 @@ class LogprobHead(ColumnParallelLinear):
             tp_group=_group_of(old),
         )
         head.weight = old.weight  # None where it is tied to the embedding of the same stage
-        head.vocab_size, head.temperature, head._target_T = vocab_size, temperature, None
+        head.vocab_size, head.temperature = vocab_size, temperature
+        head._target_T = head._at_S = None
         model.output_layer = head
         return head
 
     @contextmanager
-    def scoring(self, target_T: Tensor) -> Iterator[None]:
-        """Within, the model's output is float32 [1, T, 3]: the columns of TargetLogprobs."""
-        self._target_T = target_T
+    def scoring(self, target_T: Tensor, at_S: Tensor | None = None) -> Iterator[None]:
+        """Within, the model's output is float32 [1, S, 3]: the columns of TargetLogprobs, at the given of the T places
+        (None: at all)."""
+        self._target_T, self._at_S = target_T, at_S
         try:
             yield
         finally:
-            self._target_T = None
+            self._target_T = self._at_S = None
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -78,19 +83,30 @@ class LogprobHead(ColumnParallelLinear):
             return super().forward(input_, weight, runtime_gather_output)
         own_or_tied = self.weight if weight is None else weight
         assert own_or_tied is not None
-        return torch.stack(self._logprobs(input_, own_or_tied, self._target_T), dim=-1)[:, None], None
+        hidden_TD, target_T = self._whole(input_).squeeze(1), self._target_T
+        if self._at_S is not None:
+            hidden_TD, target_T = hidden_TD[self._at_S], target_T[self._at_S]
+        # With gradients the parts would be kept anyway. Ranks differ in v, but cut alike.
+        num = max(1, len(target_T) if torch.is_grad_enabled() else LOGITS // self.output_size_per_partition)
+        parts = [
+            torch.stack(self._logprobs(hidden, own_or_tied, target), dim=-1)
+            for hidden, target in zip(hidden_TD.split(num), target_T.split(num), strict=True)
+        ]
+        return torch.cat(parts)[:, None], None
 
-    def _logprobs(self, hidden_t1D: Tensor, weight_vD: Tensor, target_T: Tensor) -> TargetLogprobs:
+    def _whole(self, hidden_t1D: Tensor) -> Tensor:
+        """The hidden states of all T tokens."""
         # Each rank's gradient of the hidden states is of its slice of the vocabulary: both branches sum them in
         # backward.
         if self.sequence_parallel:
-            hidden_T1D = gather_from_sequence_parallel_region(hidden_t1D, True, group=self.tp_group)
-        else:
-            hidden_T1D = copy_to_tensor_model_parallel_region(hidden_t1D, group=self.tp_group)
+            return gather_from_sequence_parallel_region(hidden_t1D, True, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(hidden_t1D, group=self.tp_group)
+
+    def _logprobs(self, hidden_TD: Tensor, weight_vD: Tensor, target_T: Tensor) -> TargetLogprobs:
         group = _group_of(self)
         start = group.rank() * self.output_size_per_partition
         v = min(self.output_size_per_partition, max(0, self.vocab_size - start))
-        logits_Tv = _Float32Logits.apply(hidden_T1D.squeeze(1), weight_vD[:v])
+        logits_Tv = _Float32Logits.apply(hidden_TD, weight_vD[:v])
         if self.temperature != 1.0:
             logits_Tv = logits_Tv / self.temperature
         return vocab_parallel_logprobs(logits_Tv, target_T, start, group)

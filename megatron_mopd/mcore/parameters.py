@@ -66,7 +66,7 @@ def parameters_of(models: Sequence[GPTModel], hf_config: Mapping[str, Any]) -> l
     )
     found = []
     for model in models:
-        for local_name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]:
+        for local_name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
             name = _global_name(model, local_name)
             rule, hf_names = family.find(name)
             group, owned = expert if _EXPERT.search(name) else dense
@@ -88,7 +88,7 @@ def geometry_of(models: Sequence[GPTModel], hf_config: Mapping[str, Any]) -> Geo
     )
 
 
-def _persistent_buffers(model: GPTModel) -> list[tuple[str, Tensor]]:
+def persistent_buffers(model: GPTModel) -> list[tuple[str, Tensor]]:
     """Buffers that belong to the weights, such as the router's expert bias."""
     saved = model.state_dict(keep_vars=True)
     return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]

@@ -1,0 +1,115 @@
+"""Megatron's schedule over packed micro-batches, and a forward pass that only scores: of the learner and of teachers.
+
+A scoring pass needs no optimizer, no gradient buffers and no objective: bare GPTModels do, wrapped in Megatron's
+Float16Module where they compute in bfloat16. Promises (tests/distributed/test_layouts.py, test_teacher_ranks.py): the
+log-prob of a token does not depend on the layout, on what shares its micro-batch, or on which of them are asked for.
+
+Shape suffixes: T packed tokens of a micro-batch on this context-parallel rank, S those of them that are scored, N
+tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mopd.mcore import device
+from megatron_mopd.mcore.collectives import from_last_stage, sum_over_data
+from megatron_mopd.mcore.microbatch import DeviceMicroBatch
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
+
+# From a micro-batch and the head's output [1, S, columns] to what Megatron's schedule takes: loss, token count, what to
+# keep.
+LossFunction = Callable[[DeviceMicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
+# The packed tokens of a micro-batch that the head scores, [S] int64; None: all, S = T.
+Positions = Callable[[DeviceMicroBatch], Tensor | None]
+Prepare = Callable[[GPTModel, DeviceMicroBatch], None]
+
+
+def all_tokens(micro: DeviceMicroBatch) -> None:
+    """Position function: the head scores everything, padding included."""
+
+
+def response_tokens(micro: DeviceMicroBatch) -> Tensor:
+    """Position function: the head scores the tokens in the mask alone, which saves its work on long prompts."""
+    return micro.columns.loss_mask_T.nonzero()[:, 0]
+
+
+def run_schedule(
+    chunks: Sequence[torch.nn.Module],
+    mine: Sequence[DeviceMicroBatch],
+    loss: LossFunction,
+    *,
+    forward_only: bool,
+    positions: Positions = all_tokens,
+    prepare: Prepare | None = None,
+) -> list[Tensor]:
+    """Megatron's schedule over this rank's micro-batches; what `loss` keeps of each, on ranks of the last stage.
+
+    `chunks` are the rank's virtual stages; `prepare` is called before each forward of one. Collective.
+    """
+    return get_forward_backward_func()(
+        forward_step_func=partial(_forward, loss, positions, prepare),
+        data_iterator=[iter(mine) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(mine),
+        seq_length=1,  # not read: shapes travel with the tensors
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _forward(
+    loss: LossFunction, positions: Positions, prepare: Prepare | None, mine: Iterator[DeviceMicroBatch], chunk: Any
+) -> tuple[Tensor, partial]:
+    micro = next(mine)
+    model: Any = unwrap_model(chunk)
+    if prepare is not None:
+        prepare(model, micro)
+    scoring = nullcontext()
+    if model.post_process:
+        scoring = model.output_layer.scoring(micro.target_T, positions(micro))
+    with scoring:
+        output = chunk(
+            input_ids=micro.input_ids_T[None],
+            position_ids=micro.position_ids_T[None],
+            attention_mask=None,
+            packed_seq_params=micro.sequences,
+        )
+    return output, partial(loss, micro)
+
+
+def keep_logprobs(micro: DeviceMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """LossFunction of a scoring pass: keeps the log-probs [S]."""
+    logprobs_S = output[0, :, 0]
+    return logprobs_S.sum(), torch.tensor(len(logprobs_S), dtype=torch.int), logprobs_S
+
+
+def collect_logprobs(
+    mine: Sequence[DeviceMicroBatch],
+    kept: Sequence[Tensor],
+    num_tokens: int,
+    positions: Positions = all_tokens,
+) -> Tensor:
+    """[N] float32 on every rank: the log-prob of each token of the batch that a rank has scored, 0 for the others.
+
+    `kept` is what `run_schedule` returned for `keep_logprobs` and the same positions. Collective.
+    """
+    logprobs_N = torch.zeros(num_tokens, device=device.DEVICE)
+    for micro, logprobs_S in zip(mine if kept else [], kept, strict=True):
+        at_S = positions(micro)
+        token_S = micro.token_T if at_S is None else micro.token_T[at_S]
+        real_S = token_S >= 0
+        logprobs_N[token_S[real_S]] = logprobs_S[real_S]
+    sum_over_data(logprobs_N)  # each token has one owner
+    from_last_stage(logprobs_N)
+    return logprobs_N
