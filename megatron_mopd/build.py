@@ -6,8 +6,8 @@ never loads Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_mopd.prompts.render import Renderer
     from megatron_mopd.prompts.source import PromptSource
     from megatron_mopd.sglang.engine import FetchWeights
-    from megatron_mopd.teachers.lanes import Lane
+    from megatron_mopd.teachers.lanes import Lanes
     from megatron_mopd.teachers.router import Router
     from megatron_mopd.telemetry.run_log import RunLog
 
@@ -126,17 +126,15 @@ def publisher(config: Config) -> Publisher:
 
 
 def servers(config: Config) -> AbstractContextManager[None]:
-    """Start the SGLang servers that the configuration asks for; stop them on exit."""
-    if "sglang" not in (config.rollout.engine, config.teachers.backend):
-        return nullcontext()
-    from megatron_mopd.sglang import launch
+    """Start the servers that the configuration asks for; stop them on exit."""
+    from megatron_mopd.servers import launch
 
     return launch.servers(config)
 
 
 def serve(config: Config) -> int:
     """`mopd serve`: the same servers, kept until Ctrl-C."""
-    from megatron_mopd.sglang import keeper
+    from megatron_mopd.servers import keeper
 
     return keeper.serve(config)
 
@@ -154,8 +152,7 @@ class DriverParts:
     renderer: Renderer
     sampling: Sampling
     router: Router
-    scorer: TeacherScorer
-    lanes: dict[str, Lane]
+    lanes: Lanes
     store: TrajectoryStore
 
 
@@ -163,19 +160,16 @@ def driver_parts(config: Config, fetch_weights: FetchWeights) -> DriverParts:
     from megatron_mopd.prompts.files import read_prompts
     from megatron_mopd.prompts.render import Renderer
     from megatron_mopd.prompts.source import PromptSource
-    from megatron_mopd.teachers.lanes import Lane
     from megatron_mopd.teachers.router import Router
 
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
-    scorer = teacher_scorer(config)
     return DriverParts(
         cells=config.prompts.cells,
         source=PromptSource(read_prompts(config.prompts.files), config.prompts, config.run.seed),
         renderer=renderer,
         sampling=sampling(config, renderer.tokenizer, fetch_weights),
         router=Router(config.teachers.models, config.prompts.cells),
-        scorer=scorer,
-        lanes={t.name: Lane(t.name, scorer, config.teachers.batch_tokens) for t in config.teachers.models},
+        lanes=teacher_lanes(config),
         store=TrajectoryStore(config.run.folder),
     )
 
@@ -210,12 +204,51 @@ def rollout_engine(config: Config, fetch_weights: FetchWeights | None) -> Rollou
     )
 
 
-def teacher_scorer(config: Config) -> TeacherScorer:
-    if config.teachers.backend == "sglang":
-        from megatron_mopd.sglang.scorer import sglang_scorer
+def teacher_lanes(config: Config) -> Lanes:
+    """A lane for every teacher, with the endpoints that serve it."""
+    from megatron_mopd.teachers.lanes import Lane, Lanes
 
-        return sglang_scorer(config)
-    from megatron_mopd.embedded.scorer import EmbeddedScorer
+    endpoints = teacher_endpoints(config)
+    start = {"sglang": config.sglang.start_timeout_s, "megatron": config.service.start_timeout_s, "embedded": 1.0}
+    table = {"sglang": "sglang", "megatron": "service", "embedded": "teachers"}
+    lanes = {}
+    for teacher in config.teachers.models:
+        backend = teacher.backend or config.teachers.backend
+        lanes[teacher.name] = Lane(
+            teacher.name,
+            endpoints[teacher.name],
+            config.teachers,
+            start_timeout_s=start[backend],
+            start_option=f"{table[backend]}.start_timeout_s",
+            check_hope=hope(config),
+        )
+    return Lanes(lanes, config.teachers)
 
-    folders = {t.name: t.checkpoint for t in config.teachers.models}
-    return EmbeddedScorer(folders, temperature=config.rollout.temperature, num_threads=config.rollout.num_threads)
+
+def teacher_endpoints(config: Config) -> dict[str, Sequence[TeacherScorer]]:
+    """Where each teacher can be scored, by its name."""
+    found: dict[str, Sequence[TeacherScorer]] = {}
+    if embedded := config.teachers.on("embedded"):
+        from megatron_mopd.embedded.scorer import EmbeddedScorer
+
+        folders = {t.name: t.checkpoint for t in embedded}
+        threads = config.rollout.num_threads
+        scorer = EmbeddedScorer(folders, temperature=config.rollout.temperature, num_threads=threads)
+        found |= {t.name: [scorer] for t in embedded}
+    if config.teachers.on("sglang"):
+        from megatron_mopd.sglang import scorer as on_sglang
+
+        found |= on_sglang.teacher_endpoints(config)
+    if config.teachers.on("megatron"):
+        from megatron_mopd.service import client as on_service
+
+        found |= on_service.teacher_endpoints(config)
+    return found
+
+
+def hope(config: Config) -> Callable[[], None]:
+    """What raises UserError once servers of this run that are down will not come back."""
+    from megatron_mopd.servers.launch import check_keeper
+    from megatron_mopd.servers.wanted import server_specs
+
+    return (lambda: check_keeper(config.run.folder)) if server_specs(config) else (lambda: None)

@@ -23,6 +23,7 @@ from megatron_mopd.config import Config, load_config
 from megatron_mopd.errors import UserError
 from megatron_mopd.link import Link, StepRequest
 from megatron_mopd.rollout.sampler import sample
+from megatron_mopd.trajectory_file import Sampled
 from megatron_mopd.types import Graded, Trajectory
 
 
@@ -31,6 +32,7 @@ class Driver:
 
     def __init__(self, parts: build.DriverParts) -> None:
         self.parts = parts
+        self._has_taken_up = False
 
     async def step(self, request: StepRequest) -> None:
         """Put the graded batch of `request.step`, sampled from `request.weights`, into the store."""
@@ -38,14 +40,37 @@ class Driver:
         folder = None if request.weights is None else Path(request.weights)
         await p.sampling.engine.update_weights(folder, request.weight_version)
         synced = time.monotonic()
+        if not self.take_up(request.step):
+            await self.sample(request)
+        sampled = time.monotonic()
+        try:
+            graded = await p.lanes.drain(request.weight_version)
+        except UserError:
+            p.store.keep(request.step, p.lanes.held)
+            raise
+        seconds = {"load": synced - start, "sample": sampled - synced, "score": time.monotonic() - sampled}
+        metrics = rollout_metrics(graded, request.weight_version, seconds)
+        p.store.write(request.step, graded, p.cells, metrics, unscored=p.lanes.held)
+
+    async def sample(self, request: StepRequest) -> None:
+        p = self.parts
         prompts = p.renderer.render(p.source.draw(request.step))  # 1 DRAW
         async for trajectory in sample(prompts, p.sampling, suffix=f"@{request.step}"):  # 2 SAMPLE
-            teacher = p.router.route(trajectory.prompt.prompt.cell)  # 3 ROUTE
-            p.lanes[teacher].submit(trajectory)  # 4 SCORE, from now on, behind the sampling of the others
-        sampled = time.monotonic()
-        graded = [g for lane in p.lanes.values() for g in await lane.drain()]
-        seconds = {"load": synced - start, "sample": sampled - synced, "score": time.monotonic() - sampled}
-        p.store.write(request.step, graded, p.cells, rollout_metrics(graded, request.weight_version, seconds))
+            self.route(Sampled(trajectory, request.weight_version))  # 3 ROUTE
+
+    def route(self, sampled: Sampled) -> None:
+        teacher = self.parts.router.route(sampled.trajectory.prompt.prompt.cell)
+        self.parts.lanes.submit(teacher, sampled)  # 4 SCORE, from now on, behind the sampling of the others
+
+    def take_up(self, step: int) -> bool:
+        """Once: give the lanes what an earlier process left behind; True if the whole of this step was among it."""
+        if self._has_taken_up:
+            return False
+        self._has_taken_up = True
+        kept = self.parts.store.kept(step)
+        for sampled in kept or self.parts.store.unscored(step - 1):
+            self.route(sampled)
+        return bool(kept)
 
 
 def rollout_metrics(graded: list[Graded], weight_version: int, seconds: dict[str, float]) -> dict[str, Any]:
@@ -80,10 +105,10 @@ async def serve(config: Config, link: Link) -> None:
         driver = Driver(build.driver_parts(config, link.fetch_weights))
     except UserError as error:
         return await _refuse(link, error)
-    engine, scorer = driver.parts.sampling.engine, driver.parts.scorer
+    engine, lanes = driver.parts.sampling.engine, driver.parts.lanes
     try:
         try:
-            await asyncio.gather(engine.start(), scorer.start())
+            await asyncio.gather(engine.start(), lanes.start())
         except UserError as error:
             return await _refuse(link, error)
         while (request := await link.receive()) is not None:
@@ -96,7 +121,7 @@ async def serve(config: Config, link: Link) -> None:
             await link.reply(request.step)
     finally:
         await engine.close()
-        await scorer.close()
+        await lanes.close()
 
 
 async def _refuse(link: Link, error: UserError, request: StepRequest | None = None) -> None:

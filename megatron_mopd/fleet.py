@@ -1,18 +1,21 @@
-"""Servers that serve the same weights: which one takes a request, and what happens when one dies.
+"""Endpoints that serve the same weights: which one takes a request, and what happens when one dies.
 
-A request goes to the server that holds its prefix, unless that one is much busier than the idlest; no server has more
-than `max_requests` in flight, and who finds all of them full waits its turn, first come, first served. A server that
-stops answering gets no work until it answers again and `prepare` has accepted it (right model, current weights); its
-requests go to the others, or wait for it, at most `recovery_timeout_s`.
+A request goes to the endpoint that holds its prefix, unless that one is much busier than the idlest; no endpoint has
+more than `max_requests` in flight, and who finds all of them full waits its turn, first come, first served. Each
+endpoint has a circuit breaker: one failure and it gets no work until `prepare` has accepted it again (it answers, is
+the right one, has current weights); an endpoint that passes that and fails again is left alone for longer each time.
+Its requests go to the others, or wait for it, at most `recovery_timeout_s`.
 
 Promises (tests/unit/test_fleet.py): `run` returns the result of exactly one completed call of its work, or raises an
-error that names the work, the server and the reason. Other servers' requests never wait for a dead one.
+error that names the work, the endpoint and the reason, after `max_attempts` calls at most. Other endpoints' requests
+never wait for a dead one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,14 +24,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron_mopd.client import Client
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import EndpointDown
 
 MAX_ATTEMPTS = 5
-"""Servers that one request may bring down, or find dead, before it is given up."""
+"""Servers that one request may bring down, or find dead, before it is given up; where nobody says otherwise."""
 PROBE_INTERVAL_S = 0.5
-_PROBE_SILENCE_S = 10.0
+_MAX_PAUSE_S = 30.0
 _IMBALANCE = 16
 """A server is too busy for its own prefixes when it has this many requests more than the idlest."""
 
@@ -43,6 +45,8 @@ class Server:
     up: bool = False
     in_flight: int = 0
     why_down: str = "it has not answered yet"
+    failures: int = 0
+    """In a row, without a completed request between them."""
 
 
 @dataclass(eq=False)
@@ -54,32 +58,42 @@ class _Ticket:
     server: asyncio.Future[Server] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long and how often the failures of a fleet are borne. The options are named in messages."""
+
+    start_timeout_s: float
+    start_option: str
+    recovery_timeout_s: float
+    recovery_option: str
+    max_attempts: int = MAX_ATTEMPTS
+    attempt_timeout_s: float | None = None
+    """For one call of the work, whatever trickles in."""
+
+
 class Fleet:
     """`name` says in messages what the servers are for. `prepare(url)` runs before a server gets (new) work, each time
-    that it was down; it raises EndpointDown to try again later, UserError to end the run. `check_hope()` is called while
-    a server is down; it raises UserError where none will come back."""
+    that it was down; it raises EndpointDown to try again later, UserError to end the run. `check_hope()` is called
+    while a server is down; it raises UserError where none will come back."""
 
     def __init__(
         self,
         name: str,
-        client: Client,
         urls: Sequence[str],
         prepare: Callable[[str], Awaitable[None]],
+        patience: Patience,
         *,
         max_requests: int,
-        start_timeout_s: float,
-        recovery_timeout_s: float,
         check_hope: Callable[[], None] = lambda: None,
     ):
         self.name = name
         self.servers = [Server(url) for url in dict.fromkeys(urls)]
-        self._client, self._prepare, self._check_hope = client, prepare, check_hope
-        self._max_requests = max_requests
-        self._start_timeout_s, self._recovery_timeout_s = start_timeout_s, recovery_timeout_s
+        self._prepare, self._check_hope = prepare, check_hope
+        self._patience, self._max_requests = patience, max_requests
         self._home: dict[str, Server] = {}
         self._waiting: deque[_Ticket] = deque()
         self._watches: dict[Server, asyncio.Task[None]] = {}
-        self._patience: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
 
     @property
@@ -92,14 +106,15 @@ class Fleet:
         for server in self.servers:
             self._watch(server)
         watches = list(self._watches.values())
-        await asyncio.wait(watches, timeout=self._start_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        timeout_s = self._patience.start_timeout_s
+        await asyncio.wait(watches, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         if self._failure is not None:
             raise self._failure
         for server in self.servers:
             if not server.up:
                 raise UserError(
-                    f"{self.name} server {server.url} is not ready after {self._start_timeout_s:g} s "
-                    f"(sglang.start_timeout_s): {server.why_down}"
+                    f"{self.name} server {server.url} is not ready after {timeout_s:g} s "
+                    f"({self._patience.start_option}): {server.why_down}"
                 )
 
     async def run(
@@ -112,16 +127,31 @@ class Fleet:
         """
         assert self._watches, "start() comes first"
         last: EndpointDown | None = None
-        for _ in range(MAX_ATTEMPTS):
+        for _ in range(self._patience.max_attempts):
             server = await self._take(what, key, prefix)
             try:
-                return await work(server.url)
+                result = await self._attempt(server, work)
             except EndpointDown as error:
                 self.mark_down(server.url, error.reason)
                 last = error
+            else:
+                server.failures = 0
+                return result
             finally:
                 self._release(server)
-        raise UserError(f"{what}: {self.name} servers died {MAX_ATTEMPTS} times under it; last: {last}")
+        attempts = self._patience.max_attempts
+        raise UserError(f"{what}: {self.name} servers died {attempts} times under it; last: {last}")
+
+    async def _attempt(self, server: Server, work: Callable[[str], Awaitable[Result]]) -> Result:
+        limit = asyncio.timeout(self._patience.attempt_timeout_s)
+        try:
+            async with limit:
+                return await work(server.url)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            reason = f"no whole reply within {self._patience.attempt_timeout_s:g} s"
+            raise EndpointDown(server.url, reason) from None
 
     def mark_down(self, url: str, reason: str) -> None:
         """Give the server no work until it answers again and is prepared anew."""
@@ -129,20 +159,21 @@ class Fleet:
         if not server.up:
             return
         server.up = False
+        server.failures += 1
         self._note_down(server, reason)
         self._home = {key: home for key, home in self._home.items() if home is not server}
         self._watch(server)
         if not self.urls:
             loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(self._recovery_timeout_s, self._give_up)
+            self._deadline = loop.call_later(self._patience.recovery_timeout_s, self._give_up)
 
     def forget_prefixes(self) -> None:
         """After an update of the weights no server holds anything that is still of use."""
         self._home = {}
 
     async def close(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
         for watch in self._watches.values():
             watch.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
@@ -194,18 +225,19 @@ class Fleet:
         self._watches[server] = watch
 
     async def _until_up(self, server: Server) -> None:
+        if server.failures > 1:  # it said that it was well, and was not
+            await asyncio.sleep(_jittered(min(_MAX_PAUSE_S, PROBE_INTERVAL_S * 2.0 ** (server.failures - 2))))
         while not server.up:
             try:
-                await self._client.get(server.url, "/server_info", _PROBE_SILENCE_S)  # the scheduler answers it
                 await self._prepare(server.url)
                 server.up = True
             except EndpointDown as error:
                 self._note_down(server, error.reason)
                 self._check_hope()
-                await asyncio.sleep(PROBE_INTERVAL_S)
+                await asyncio.sleep(_jittered(PROBE_INTERVAL_S))
         print(f"{self.name} server {server.url} takes work", file=sys.stderr, flush=True)
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._hand_out()
 
     def _note_down(self, server: Server, reason: str) -> None:
@@ -222,8 +254,8 @@ class Fleet:
         reasons = "; ".join(f"{s.url}: {s.why_down}" for s in self.servers)
         self._fail(
             UserError(
-                f"no {self.name} server came back within {self._recovery_timeout_s:g} s "
-                f"(sglang.recovery_timeout_s); {reasons}"
+                f"no {self.name} server came back within {self._patience.recovery_timeout_s:g} s "
+                f"({self._patience.recovery_option}); {reasons}"
             )
         )
 
@@ -234,6 +266,11 @@ class Fleet:
             if not ticket.server.done():
                 ticket.server.set_exception(failure)
         self._waiting.clear()
+
+
+def _jittered(seconds: float) -> float:
+    """So that many who wait for one server do not ask it in the same moment."""
+    return seconds * random.uniform(0.5, 1.5)
 
 
 def _rendezvous(prefix: Sequence[int], servers: Sequence[Server]) -> Server:

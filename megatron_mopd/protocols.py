@@ -36,6 +36,10 @@ class ScoreRequest:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
 
 class RolloutEngine(Protocol):
     """Samples from the student. Temperature and top-p are fixed at construction (config.rollout)."""

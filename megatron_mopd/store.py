@@ -1,8 +1,9 @@
 """The trajectory store: where the driver's loop and the trainer's loop meet.
 
 One folder per step, `RUN/trajectories/step_00000012/`: `batch.safetensors` (the columns of types.Batch),
-`rows.jsonl` (one readable line per trajectory) and `rollout.json` (the driver's metrics). A folder appears whole,
-by rename, or not at all.
+`rows.jsonl` (one readable line per trajectory), `rollout.json` (the driver's metrics) and, where lanes were left
+behind, `unscored.safetensors` (the trajectories that wait for their teachers). A folder appears whole, by rename, or
+not at all. `step_00000012.sampled` is what was sampled for a step that its lanes could not finish.
 
 The file knows no parallel layout: each rank opens it and reads the rows that it trains on, so nothing large passes
 through rank 0 and a recorded batch can be trained again at any layout.
@@ -21,7 +22,10 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from megatron_mopd.trajectory_file import Sampled, read_trajectories, write_trajectories
 from megatron_mopd.types import TOKEN_COLUMNS, Batch, Cell, Graded
+
+UNSCORED = "unscored.safetensors"
 
 
 class StoredBatch:
@@ -64,7 +68,14 @@ class TrajectoryStore:
     def has(self, step: int) -> bool:
         return self.folder(step).is_dir()
 
-    def write(self, step: int, graded: Sequence[Graded], cells: Sequence[Cell], rollout: Mapping[str, Any]) -> None:
+    def write(
+        self,
+        step: int,
+        graded: Sequence[Graded],
+        cells: Sequence[Cell],
+        rollout: Mapping[str, Any],
+        unscored: Sequence[Sampled] = (),
+    ) -> None:
         """Write the graded batch of `step` with the driver's metrics; replaces nothing that is already there."""
         partial = self.folder(step).with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -73,7 +84,29 @@ class TrajectoryStore:
         with (partial / "rows.jsonl").open("w") as rows:
             rows.writelines(json.dumps(_row(g)) + "\n" for g in graded)
         (partial / "rollout.json").write_text(json.dumps(rollout))
+        if unscored:
+            write_trajectories(partial / UNSCORED, unscored)
         os.rename(partial, self.folder(step))
+        self._sampled(step).unlink(missing_ok=True)
+
+    def keep(self, step: int, sampled: Sequence[Sampled]) -> None:
+        """What was sampled for a step that could not be finished, for the process that takes it up again."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        partial = self._sampled(step).with_suffix(".partial")
+        write_trajectories(partial, sampled)
+        os.replace(partial, self._sampled(step))
+
+    def kept(self, step: int) -> list[Sampled]:
+        file = self._sampled(step)
+        return read_trajectories(file) if file.exists() else []
+
+    def unscored(self, step: int) -> list[Sampled]:
+        """The trajectories that `step` was written without."""
+        file = self.folder(step) / UNSCORED
+        return read_trajectories(file) if file.exists() else []
+
+    def _sampled(self, step: int) -> Path:
+        return self.folder(step).with_suffix(".sampled")
 
     def read(self, step: int) -> StoredBatch:
         return StoredBatch(self.folder(step) / "batch.safetensors")
@@ -82,11 +115,16 @@ class TrajectoryStore:
         return json.loads((self.folder(step) / "rollout.json").read_text())
 
     def cut(self, step: int) -> None:
-        """Forget the batches of `step` and later: a resumed run samples them again."""
-        for folder in sorted(self._folder.glob("step_*")):
-            number = folder.name.removeprefix("step_").removesuffix(".partial")
-            if number.isdecimal() and int(number) >= step:
-                shutil.rmtree(folder)
+        """Forget the batches of `step` and later: a resumed run samples them again. What was sampled for `step` itself
+        came from the weights that the run has now."""
+        for path in sorted(self._folder.glob("step_*")):
+            number, _, kind = path.name.removeprefix("step_").partition(".")
+            if not number.isdecimal() or int(number) < step:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif int(number) > step or kind != "sampled":
+                path.unlink()
 
 
 ROW_COLUMNS = ("loss_tokens", "advantage_sums")

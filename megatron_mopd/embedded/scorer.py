@@ -33,6 +33,8 @@ _LOGITS = 1 << 22  # entries of the largest logits tensor
 class EmbeddedScorer:
     """Implements protocols.TeacherScorer: `teachers` maps names to Hugging Face folders."""
 
+    url = "in the driver"
+
     def __init__(
         self, teachers: Mapping[str, Path], *, temperature: float = 1.0, num_threads: int = 1, num_workers: int = 2
     ):
@@ -42,12 +44,12 @@ class EmbeddedScorer:
             num_workers, "scorer", initializer=torch.set_num_threads, initargs=(num_threads,)
         )
 
-    async def start(self) -> None:
-        """The teachers were loaded at construction."""
+    async def prepare(self, teacher: str) -> None:
+        """They were loaded at construction."""
+        self._check_name(teacher)
 
     async def score(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
-        if teacher not in self._models:
-            raise UserError(f"no teacher named {teacher}; known: {', '.join(self._models)}")
+        self._check_name(teacher)
         for request in requests:
             if not request.prompt_ids:
                 raise ValueError(
@@ -57,6 +59,10 @@ class EmbeddedScorer:
 
     async def close(self) -> None:
         self._threads.shutdown()
+
+    def _check_name(self, teacher: str) -> None:
+        if teacher not in self._models:
+            raise UserError(f"no teacher named {teacher}; known: {', '.join(self._models)}")
 
     def _score(self, teacher: str, requests: list[ScoreRequest]) -> list[np.ndarray]:
         model = self._models[teacher]
@@ -74,28 +80,24 @@ class EmbeddedScorer:
         return scores
 
 
-def _length(request: ScoreRequest) -> int:
-    return len(request.prompt_ids) + len(request.response_ids)
-
-
 def _passes(requests: Sequence[ScoreRequest]) -> Iterator[list[int]]:
     """Rows of similar length, longest first; rows without a response need none."""
     rows = [row for row, request in enumerate(requests) if request.response_ids]
-    rows.sort(key=lambda row: -_length(requests[row]))
+    rows.sort(key=lambda row: -requests[row].num_tokens)
     while rows:
-        count = max(1, _PASS_TOKENS // _length(requests[rows[0]]))
+        count = max(1, _PASS_TOKENS // requests[rows[0]].num_tokens)
         yield rows[:count]
         rows = rows[count:]
 
 
 def _score_pass(model: PreTrainedModel, requests: Sequence[ScoreRequest], temperature: float) -> list[np.ndarray]:
     """Score one padded batch. The last token of a row predicts nothing and is not fed."""
-    token_ids_BT = np.zeros((len(requests), max(map(_length, requests)) - 1), np.int64)
+    token_ids_BT = np.zeros((len(requests), max(r.num_tokens for r in requests) - 1), np.int64)
     for row, request in enumerate(requests):
-        token_ids_BT[row, : _length(request) - 1] = (*request.prompt_ids, *request.response_ids)[:-1]
+        token_ids_BT[row, : request.num_tokens - 1] = (*request.prompt_ids, *request.response_ids)[:-1]
     counts_B = [len(r.response_ids) for r in requests]
     row_N = np.repeat(np.arange(len(requests)), counts_B)
-    column_N = np.concatenate([np.arange(len(r.prompt_ids), _length(r)) for r in requests]) - 1
+    column_N = np.concatenate([np.arange(len(r.prompt_ids), r.num_tokens) for r in requests]) - 1
     target_N = torch.tensor([token for r in requests for token in r.response_ids])
     hidden_ND = hidden_states(model, torch.from_numpy(token_ids_BT))[row_N, column_N]
     logprobs_N = _token_logprobs(model, hidden_ND, target_N, temperature)

@@ -25,12 +25,13 @@ from typing import Any, Literal
 from megatron_mopd.client import Client
 from megatron_mopd.config import Config, SGLang
 from megatron_mopd.errors import UserError
-from megatron_mopd.fleet import Fleet
+from megatron_mopd.fleet import Fleet, Patience
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.protocols import EndpointDown, SampleRequest
+from megatron_mopd.servers.launch import check_keeper, endpoints
+from megatron_mopd.sglang.arguments import api_key
 from megatron_mopd.sglang.generation import Generation, Run
 from megatron_mopd.sglang.identity import LOADING, SAMPLING, SCORING, check_server
-from megatron_mopd.sglang.launch import api_key, check_keeper, endpoints
 from megatron_mopd.sglang.placement import student_servers
 from megatron_mopd.sglang.served_weights import FetchWeights, ServedWeights
 from megatron_mopd.sglang.supported import LOSES_ROUTES
@@ -95,15 +96,11 @@ class SGLangEngine:
         self._client = Client(settings.request_timeout_s, api_key)
         self._weights = ServedWeights(self._client, run, settings.check_weights, fetch_weights)
         self._generation = Generation(self._client, temperature, top_p)
+        patience = Patience(
+            settings.start_timeout_s, "sglang.start_timeout_s", settings.recovery_timeout_s, "sglang.recovery_timeout_s"
+        )
         self._fleet = Fleet(
-            "student",
-            self._client,
-            urls,
-            self._prepare,
-            max_requests=settings.max_requests,
-            start_timeout_s=settings.start_timeout_s,
-            recovery_timeout_s=settings.recovery_timeout_s,
-            check_hope=check_hope,
+            "student", urls, self._prepare, patience, max_requests=settings.max_requests, check_hope=check_hope
         )
         self._runs: set[Run] = set()
         self._paused = False

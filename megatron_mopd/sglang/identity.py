@@ -34,6 +34,8 @@ BROADCAST = (
     "/end_weight_update",
     "/update_weights_from_distributed",
 )
+PROBE_SILENCE_S = 10.0
+"""Longer silence on a question that takes no time means that nobody is there."""
 _NO_TOKEN = (1 << 31) - 1
 _VOCABULARY_REFUSAL = re.compile(r"valid range is \[0, (\d+)\)")
 _SMALL = re.compile(r".*(norm|\.gate|\.router|e_score_correction_bias)(\.weight|\.bias)?")
@@ -66,8 +68,8 @@ async def check_server(
 
     `arguments` are ServerArgs that it must have been started with. Raises UserError, or EndpointDown where it is gone.
     """
+    info = await client.get(url, "/server_info", PROBE_SILENCE_S)  # its scheduler answers it
     await _check_endpoints(client, url, endpoints)
-    info = await client.get(url, "/server_info")
     check_version(url, info)
     for name, value in (arguments or {}).items():
         if info.get(name) != value:

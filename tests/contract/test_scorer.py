@@ -33,7 +33,8 @@ def score_side_by_side(
 ) -> list[list[np.ndarray]]:
     async def body() -> list[list[np.ndarray]]:
         try:
-            await scorer.start()
+            for name in teachers:
+                await scorer.prepare(name)
             return await asyncio.gather(*[scorer.score(name, requests) for name in teachers])
         finally:
             await scorer.close()

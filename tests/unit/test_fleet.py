@@ -14,9 +14,9 @@ from aiohttp import web
 
 from megatron_mopd.client import Client, RequestRefused
 from megatron_mopd.errors import UserError
-from megatron_mopd.fleet import MAX_ATTEMPTS, Fleet
+from megatron_mopd import fleet as fleet_module
+from megatron_mopd.fleet import MAX_ATTEMPTS, Fleet, Patience
 from megatron_mopd.protocols import EndpointDown
-from megatron_mopd.sglang import fleet as fleet_module
 
 
 class Backend:
@@ -107,8 +107,15 @@ async def world(
     for backend in backends:
         await backend.serve()
     client = Client(silence_s=5.0)
-    limits = {"max_requests": 4, "start_timeout_s": 5.0, "recovery_timeout_s": 5.0, **options}
-    fleet = Fleet("student", client, [b.url for b in backends], prepare, **limits)
+    limits = {"start_timeout_s": 5.0, "recovery_timeout_s": 5.0, **options}
+    own = {key: limits.pop(key) for key in ("max_requests", "check_hope") if key in limits}
+
+    async def probe(url: str) -> None:
+        await client.get(url, "/server_info")
+        await prepare(url)
+
+    patience = Patience(start_option="x.start", recovery_option="x.recovery", **limits)
+    fleet = Fleet("student", [b.url for b in backends], probe, patience, **{"max_requests": 4, **own})
     try:
         yield fleet, backends, client
     finally:
@@ -258,6 +265,43 @@ def test_work_that_kills_every_server_is_given_up() -> None:
 
             with pytest.raises(UserError, match=f"^t-1: student servers died {MAX_ATTEMPTS} times .*answered 500 oops"):
                 await fleet.run("t-1", deadly)
+
+    asyncio.run(body())
+
+
+def test_what_trickles_in_has_a_time_limit_and_is_done_elsewhere() -> None:
+    async def body() -> None:
+        async with world(2, attempt_timeout_s=0.2) as (fleet, backends, client):
+            await fleet.start()
+            slow, quick = backends
+            slow.gate.clear()
+            ports = await asyncio.gather(*[fleet.run(f"{i}", work(client), prefix=(i,)) for i in range(20)])
+            assert set(ports) == {quick.port}
+            assert fleet.servers[0].failures
+            slow.gate.set()
+
+    asyncio.run(body())
+
+
+def test_a_server_that_says_it_is_well_and_is_not_is_left_alone_for_longer_each_time() -> None:
+    async def body() -> None:
+        async with world(1, max_attempts=6) as (fleet, (backend,), client):
+            await fleet.start()
+            times: list[float] = []
+
+            async def failing(url: str) -> None:
+                times.append(asyncio.get_running_loop().time())
+                await client.post(url, "/broken", {})
+
+            with pytest.raises(UserError, match="died 6 times"):
+                await fleet.run("t-1", failing)
+            pauses = [after - before for before, after in zip(times[:-1], times[1:], strict=True)]
+            assert pauses[-1] > 0.5 * 16 / 2 * fleet_module.PROBE_INTERVAL_S
+            assert pauses[-1] > 4 * pauses[0]
+            while not fleet.urls:
+                await asyncio.sleep(0.01)
+            assert await fleet.run("t-2", work(client)) == backend.port
+            assert fleet.servers[0].failures == 0
 
     asyncio.run(body())
 

@@ -1,49 +1,22 @@
 """ROUTE and SCORE: the router fails closed (law 9), lanes lose nothing and do not depend on timing (law 10)."""
 
-import asyncio
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_mopd.config import Teacher
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import check_weight_files, read_hf_config, read_token_map
 from megatron_mopd.teachers.identity import check_same_language
-from megatron_mopd.teachers.lanes import Lane
 from megatron_mopd.teachers.router import Router
-from megatron_mopd.types import Cell, Prompt, RenderedPrompt, Segment, Trajectory
+from megatron_mopd.types import Cell
 
 CELLS = (Cell("law", "low"), Cell("law", "high"))
 
 
 def teacher(effort, name=None, domain="law"):
     return Teacher(name=name or f"{domain}-{effort}", domain=domain, effort=effort, checkpoint=Path("x"))
-
-
-def trajectory(k, tokens=3):
-    prompt = RenderedPrompt(Prompt(f"p{k}", "law", "low", "e", ()), (1, 2), (1, 2))
-    segment = Segment(tuple(range(tokens)), (-1.0,) * tokens, (True,) * tokens, 0)
-    return Trajectory(f"t{k}", prompt, (segment,), "stop")
-
-
-class LengthScorer:
-    """Scores every token with the length of its batch, so that the composition of batches shows."""
-
-    def __init__(self, delay=0.0, reply=lambda batch, r: np.full(len(r.response_ids), len(batch), np.float32)):
-        self.delay, self.reply, self.batches = delay, reply, []
-
-    async def start(self):
-        pass
-
-    async def score(self, teacher, requests):
-        self.batches.append([r.trajectory_id for r in requests])
-        await asyncio.sleep(self.delay)
-        return [self.reply(requests, r) for r in requests]
-
-    async def close(self):
-        pass
 
 
 def test_each_cell_has_its_teacher():
@@ -72,43 +45,6 @@ def test_router_rejects_an_unknown_cell():
 def test_a_teacher_that_no_prompt_reaches_is_named_in_the_coverage():
     router = Router([teacher("low"), teacher("high"), teacher("max")], CELLS)
     assert "law-max is never used" in router.coverage()
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.01])
-def test_lane_sends_by_arrival_and_scores_each_trajectory_once(delay):
-    async def run():
-        scorer = LengthScorer(delay)
-        lane = Lane("law-low", scorer, batch_tokens=10)
-        for k in range(5):
-            lane.submit(trajectory(k))
-            await asyncio.sleep(0)
-        return scorer, await lane.drain(), await lane.drain()
-
-    scorer, graded, again = asyncio.run(run())
-    assert scorer.batches == [["t0", "t1"], ["t2", "t3"], ["t4"]]
-    assert [g.trajectory.id for g in graded] == ["t0", "t1", "t2", "t3", "t4"]
-    assert [g.teacher_logprobs[0] for g in graded] == [2, 2, 2, 2, 1]
-    assert again == []
-
-
-@pytest.mark.parametrize(
-    ("reply", "reason"),
-    [
-        (
-            lambda batch, r: np.zeros(len(r.response_ids) - 1, np.float32),
-            "teacher law-low returned 2 log-probs for the 3",
-        ),
-        (lambda batch, r: np.full(3, np.nan, np.float32), "teacher law-low returned a non-finite log-prob for t0"),
-    ],
-)
-def test_lane_rejects_a_wrong_reply_naming_teacher_and_trajectory(reply, reason):
-    async def run():
-        lane = Lane("law-low", LengthScorer(reply=reply), batch_tokens=1)
-        lane.submit(trajectory(0))
-        await lane.drain()
-
-    with pytest.raises(ValueError, match=reason):
-        asyncio.run(run())
 
 
 def checkpoint(folder, tokens=("a", "b", "c"), size=None):

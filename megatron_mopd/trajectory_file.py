@@ -1,0 +1,111 @@
+"""Whole trajectories on disk, segments and all, so that what has been sampled outlives the process that sampled it.
+
+A safetensors file: tokens of all segments of all trajectories in columns, everything else as JSON in its metadata.
+Promise (tests/unit/test_trajectory_file.py): reading gives what was written, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from megatron_mopd.types import Outcome, Prompt, RenderedPrompt, Segment, Trajectory
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A finished trajectory on its way to its scores. `weight_version` is that of the step that sampled it."""
+
+    trajectory: Trajectory
+    weight_version: int
+    teacher_logprobs: np.ndarray | None = None
+    """[R] float32 once its teacher has scored it."""
+
+
+def write_trajectories(file: Path, sampled: Sequence[Sampled]) -> None:
+    segments = [segment for s in sampled for segment in s.trajectory.segments]
+    routes = [s.routed_experts.reshape(-1) for s in segments if s.routed_experts is not None]
+    scores = [s.teacher_logprobs for s in sampled if s.teacher_logprobs is not None]
+    columns = {
+        "token_ids": _joined([np.asarray(s.token_ids, np.int32) for s in segments], np.int32),
+        "logprobs": _joined([np.asarray(s.logprobs, np.float64) for s in segments], np.float64),
+        "loss_mask": _joined([np.asarray(s.loss_mask, np.bool_) for s in segments], np.bool_),
+        "routed_experts": _joined(routes, np.int16),
+        "teacher_logprobs": _joined(scores, np.float32),
+    }
+    save_file(columns, file, metadata={"trajectories": json.dumps([_record(s) for s in sampled])})
+
+
+def read_trajectories(file: Path) -> list[Sampled]:
+    with safe_open(file, framework="numpy") as opened:
+        records = json.loads(opened.metadata()["trajectories"])
+        columns = {name: _Column(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118 (no container)
+    return [_sampled(record, columns) for record in records]
+
+
+def _record(sampled: Sampled) -> dict[str, Any]:
+    t = sampled.trajectory
+    return {
+        "id": t.id,
+        "prompt": {**asdict(t.prompt.prompt), "messages": [dict(m) for m in t.prompt.prompt.messages]},
+        "student_ids": t.prompt.student_ids,
+        "teacher_ids": t.prompt.teacher_ids,
+        "finish_reason": t.finish_reason,
+        "outcome": t.outcome and asdict(t.outcome),
+        "weight_version": sampled.weight_version,
+        "scored": sampled.teacher_logprobs is not None,
+        "segments": [
+            {
+                "tokens": len(s.token_ids),
+                "weight_version": s.weight_version,
+                "finish_reason": s.finish_reason,
+                "routes": None if s.routed_experts is None else s.routed_experts.shape,
+            }
+            for s in t.segments
+        ],
+    }
+
+
+class _Column:
+    """A column that is read from its beginning to its end."""
+
+    def __init__(self, values: np.ndarray):
+        self._values, self._at = values, 0
+
+    def take(self, count: int) -> np.ndarray:
+        self._at += count
+        return self._values[self._at - count : self._at]
+
+
+def _sampled(record: dict[str, Any], columns: dict[str, _Column]) -> Sampled:
+    segments = tuple(_segment(s, columns) for s in record["segments"])
+    prompt = Prompt(**{**record["prompt"], "messages": tuple(record["prompt"]["messages"])})
+    rendered = RenderedPrompt(prompt, tuple(record["student_ids"]), tuple(record["teacher_ids"]))
+    outcome = None if record["outcome"] is None else Outcome(**record["outcome"])
+    trajectory = Trajectory(record["id"], rendered, segments, record["finish_reason"], outcome)
+    tokens = sum(len(s.token_ids) for s in segments)
+    scores = columns["teacher_logprobs"].take(tokens) if record["scored"] else None
+    return Sampled(trajectory, record["weight_version"], scores)
+
+
+def _segment(record: dict[str, Any], columns: dict[str, _Column]) -> Segment:
+    n, shape = record["tokens"], record["routes"]
+    return Segment(
+        token_ids=tuple(columns["token_ids"].take(n).tolist()),
+        logprobs=tuple(columns["logprobs"].take(n).tolist()),
+        loss_mask=tuple(columns["loss_mask"].take(n).tolist()),
+        weight_version=record["weight_version"],
+        finish_reason=record["finish_reason"],
+        routed_experts=None if shape is None else columns["routed_experts"].take(int(np.prod(shape))).reshape(shape),
+    )
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts])

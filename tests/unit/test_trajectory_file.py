@@ -1,0 +1,74 @@
+"""A trajectory that is written is the one that is read, and the store keeps what a step could not finish."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_mopd.store import TrajectoryStore
+from megatron_mopd.trajectory_file import Sampled, read_trajectories, write_trajectories
+from megatron_mopd.types import Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
+
+
+def trajectory(name: str = "0/p@3", with_routes: bool = True) -> Trajectory:
+    message = {"role": "user", "content": "1 + 1 = ?", "tool_calls": [{"id": 3}]}
+    prompt = Prompt("p", "general", "low", "sums", (message,), label={"answer": 2}, metadata={"tries": [1]})
+    rng = np.random.default_rng(0)
+    routes = [rng.integers(0, 8, (c, 2, 2)).astype(np.int16) if with_routes else None for c in (4, 4)]
+    segments = (
+        Segment((5, 6), (-0.1, float(np.float32(-1 / 3))), (True, True), 3, "abort", routes[0]),
+        Segment.observation([7, 8], 3),
+        Segment((9, 10), (-1e-9, -30.0), (True, True), 4, "stop", routes[1]),
+    )
+    return Trajectory(name, RenderedPrompt(prompt, (1, 2, 3), (1, 2)), segments, "stop", Outcome(1.0, 4, 12))
+
+
+EMPTY = Trajectory("1/q@3", RenderedPrompt(Prompt("q", "general", "low", "sums", ()), (1,), (1,)), (), "length")
+
+
+def test_reading_gives_what_was_written(tmp_path: Path) -> None:
+    scores = np.float32([-1, -2, -3, -4, -5, -6])
+    written = [
+        Sampled(trajectory(), 3, scores),
+        Sampled(EMPTY, 2),
+        Sampled(trajectory("2/p@3", with_routes=False), 4),
+        Sampled(EMPTY, 2, np.zeros(0, np.float32)),
+    ]
+    write_trajectories(tmp_path / "x", written)
+    read = read_trajectories(tmp_path / "x")
+    assert [r.trajectory for r in read] == [w.trajectory for w in written]
+    assert [r.weight_version for r in read] == [3, 2, 4, 2]
+    np.testing.assert_array_equal(read[0].teacher_logprobs, scores)
+    assert read[1].teacher_logprobs is None
+    assert read[3].teacher_logprobs is not None
+    for r, w in zip(read, written, strict=True):
+        for got, want in zip(r.trajectory.segments, w.trajectory.segments, strict=True):
+            assert (got.routed_experts is None) == (want.routed_experts is None)
+            if want.routed_experts is not None:
+                np.testing.assert_array_equal(got.routed_experts, want.routed_experts)
+
+
+def test_nothing_is_a_file_too(tmp_path: Path) -> None:
+    write_trajectories(tmp_path / "x", [])
+    assert read_trajectories(tmp_path / "x") == []
+
+
+def test_a_step_names_what_it_was_written_without(tmp_path: Path) -> None:
+    store, done = TrajectoryStore(tmp_path), trajectory()
+    graded = Graded(done, "t", np.zeros(6, np.float32))
+    store.write(3, [graded], [Cell("general", "low")], {}, unscored=[Sampled(EMPTY, 3)])
+    assert [s.trajectory for s in store.unscored(3)] == [EMPTY]
+    assert store.unscored(2) == []
+    assert len(store.read(3)) == 1
+
+
+def test_what_was_sampled_for_a_step_is_kept_until_the_step_is_there(tmp_path: Path) -> None:
+    store, done = TrajectoryStore(tmp_path), trajectory()
+    for step in (3, 4, 5):
+        store.keep(step, [Sampled(replace(done, id=str(step)), step)])
+    store.cut(4)  # its own weights sampled it; later ones are of weights that are gone
+    assert [[s.trajectory.id for s in store.kept(step)] for step in (3, 4, 5)] == [["3"], ["4"], []]
+    store.write(4, [Graded(done, "t", np.zeros(6, np.float32))], [Cell("general", "low")], {})
+    assert store.kept(4) == []
