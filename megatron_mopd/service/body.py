@@ -1,0 +1,143 @@
+"""The bodies of POST /score on the wire, in both directions: safetensors byte strings. See docs/teacher_service.md.
+
+    request   token_ids        uint16 (vocabularies of up to 65536 tokens) or int32, [N]: prompt, response, prompt, ...
+              prompt_lengths   int32 [n]
+              response_lengths int32 [n]
+              metadata         version, teacher, temperature, fingerprint
+    reply     logprobs         float32 [sum of response_lengths]
+              metadata         version, teacher, fingerprint, key
+
+Promises (tests/unit/test_service_body.py): what is encoded is decoded to the same numbers; a body that is cut, foreign
+or inconsistent raises BadBody with the reason, and nothing else. Torch-free.
+
+Shape suffixes: N tokens of all rows, n rows, R response tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save
+
+VERSION = "1"
+SMALL_VOCABULARY = 1 << 16
+_DTYPES = {"U16": np.dtype("<u2"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4")}
+
+
+class BadBody(ValueError):
+    """Bytes that are no body of this format; the message says why."""
+
+
+@dataclass(frozen=True)
+class ScoreCall:
+    """One request: int32 token ids [.] of each row. JSON callers may leave the last two out."""
+
+    teacher: str
+    prompts: Sequence[np.ndarray]
+    responses: Sequence[np.ndarray]
+    temperature: float | None = None
+    fingerprint: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.prompts)) + sum(map(len, self.responses))
+
+
+@dataclass(frozen=True)
+class ScoreReply:
+    """`logprobs` float32 [R] of all rows, in the order of the request; `key` is the request's Idempotency-Key."""
+
+    teacher: str
+    fingerprint: str
+    key: str
+    logprobs: np.ndarray
+
+
+def encode_call(call: ScoreCall, vocab_size: int) -> bytes:
+    """Token ids must be below `vocab_size`: the smaller integer type would wrap them."""
+    assert call.temperature is not None
+    assert call.fingerprint is not None
+    rows = [part for pair in zip(call.prompts, call.responses, strict=True) for part in pair]
+    token_ids_N = np.concatenate([np.zeros(0, np.int32), *rows])
+    assert 0 <= token_ids_N.min(initial=0) <= token_ids_N.max(initial=0) < vocab_size
+    tensors = {
+        "token_ids": token_ids_N.astype(np.uint16 if vocab_size <= SMALL_VOCABULARY else np.int32),
+        "prompt_lengths": np.array([len(p) for p in call.prompts], np.int32),
+        "response_lengths": np.array([len(r) for r in call.responses], np.int32),
+    }
+    words = {"teacher": call.teacher, "temperature": repr(call.temperature), "fingerprint": call.fingerprint}
+    return save(tensors, {"version": VERSION, **words})
+
+
+def decode_call(body: bytes) -> ScoreCall:
+    tensors, metadata = _read(body, {"token_ids": ("U16", "I32"), "prompt_lengths": "I32", "response_lengths": "I32"})
+    _check_words(metadata, "teacher", "temperature", "fingerprint")
+    prompts_n, responses_n = tensors["prompt_lengths"], tensors["response_lengths"]
+    if len(prompts_n) != len(responses_n):
+        raise BadBody(f"{len(prompts_n)} prompt_lengths, but {len(responses_n)} response_lengths")
+    lengths_2n = np.stack([prompts_n, responses_n], axis=1).reshape(-1).astype(np.int64)
+    if lengths_2n.min(initial=0) < 0:
+        raise BadBody("a length is negative")
+    token_ids_N = tensors["token_ids"].astype(np.int32)
+    if lengths_2n.sum() != len(token_ids_N):
+        raise BadBody(f"lengths add up to {lengths_2n.sum()}, but there are {len(token_ids_N)} token_ids")
+    parts = split(token_ids_N, lengths_2n)
+    return ScoreCall(
+        metadata["teacher"], parts[::2], parts[1::2], _temperature(metadata["temperature"]), metadata["fingerprint"]
+    )
+
+
+def encode_reply(reply: ScoreReply) -> bytes:
+    words = {"teacher": reply.teacher, "fingerprint": reply.fingerprint, "key": reply.key}
+    return save({"logprobs": reply.logprobs.astype(np.float32, copy=False)}, {"version": VERSION, **words})
+
+
+def decode_reply(body: bytes) -> ScoreReply:
+    tensors, metadata = _read(body, {"logprobs": "F32"})
+    _check_words(metadata, "teacher", "fingerprint", "key")
+    return ScoreReply(metadata["teacher"], metadata["fingerprint"], metadata["key"], tensors["logprobs"])
+
+
+def split(values: np.ndarray, lengths: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+    """Consecutive pieces of these lengths, which add up to all of it."""
+    return np.split(values, np.cumsum(np.asarray(lengths, np.int64))[:-1]) if len(lengths) else []
+
+
+def _read(body: bytes, expected: Mapping[str, str | tuple[str, ...]]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The one-dimensional tensors of a safetensors byte string, and its metadata."""
+    try:
+        stored = dict(safetensors.deserialize(body))
+        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise BadBody(f"it is no whole safetensors byte string ({error})") from None
+    metadata = header.get("__metadata__", {})
+    if metadata.get("version") != VERSION:
+        raise BadBody(f"its metadata says version {metadata.get('version')!r}; this is version {VERSION}")
+    if stored.keys() != expected.keys():
+        raise BadBody(f"it holds {sorted(stored) or 'no tensor'}; expected are {', '.join(sorted(expected))}")
+    for name, dtypes in expected.items():
+        dtype, shape = stored[name]["dtype"], stored[name]["shape"]
+        if dtype not in dtypes or len(shape) != 1:
+            raise BadBody(f"{name} is {dtype} {shape}; expected is one axis of {dtypes}")
+    return {name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]) for name, t in stored.items()}, metadata
+
+
+def _check_words(metadata: Mapping[str, str], *names: str) -> None:
+    for name in names:
+        if name not in metadata:
+            raise BadBody(f"its metadata has no {name}")
+
+
+def _temperature(text: str) -> float:
+    try:
+        temperature = float(text)
+    except ValueError:
+        temperature = math.nan
+    if not math.isfinite(temperature):
+        raise BadBody(f"temperature {text!r} is no number")
+    return temperature

@@ -1,0 +1,99 @@
+"""Requests by their Idempotency-Key: one that comes again joins the work in flight, or gets the reply that was kept.
+
+Promises (tests/unit/test_service_front.py): a key is never scored twice, as long as its reply is kept (KEPT_BYTES of
+log-probs, the oldest leave first); what failed is forgotten, so that a retry is a new try; a request whose last client
+has hung up is withdrawn from the queue if nothing of it has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from megatron_mopd.service.body import ScoreCall
+from megatron_mopd.service.checks import Refusal
+from megatron_mopd.service.work import QueueFull, Request, WorkQueue
+
+KEPT_BYTES = 1 << 26
+RETRY_AFTER_S = 1
+
+
+class _Entry:
+    """One key: the work for it, and how many clients wait for that."""
+
+    def __init__(self, call: ScoreCall, digest: bytes):
+        self.digest, self.num_clients = digest, 0
+        loop = asyncio.get_running_loop()
+        self.logprobs: asyncio.Future[list[np.ndarray]] = loop.create_future()
+        self.request = Request(
+            call.teacher, call.prompts, call.responses, partial(loop.call_soon_threadsafe, self._settle)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * sum(len(row.response) for row in self.request.rows)
+
+    def _settle(self, result: list[np.ndarray] | Exception) -> None:
+        if isinstance(result, Exception):
+            self._fail(f"cannot be asked: {result}")
+        elif sick := [row for row, logprobs in enumerate(result) if not np.isfinite(logprobs).all()]:
+            self._fail(f"gives non-finite log-probs for row {sick[0]}")
+        else:
+            self.logprobs.set_result(result)
+
+    def _fail(self, problem: str) -> None:
+        self.logprobs.set_exception(Refusal(500, f"teacher {self.request.teacher} {problem}"))
+        self.logprobs.exception()  # seen, even where all clients have hung up
+
+
+class Replies:
+    """`check_open` raises Refusal where no new work is taken."""
+
+    def __init__(self, queue: WorkQueue, check_open: Callable[[], None]):
+        self._queue, self._check_open = queue, check_open
+        self._entries: dict[str, _Entry] = {}
+
+    async def logprobs(self, key: str, digest: bytes, call: ScoreCall) -> list[np.ndarray]:
+        """One array per row. `digest` is a hash of the body, which a repeated key must repeat."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._begin(key, digest, call)
+        elif entry.digest != digest:
+            raise Refusal(409, f"Idempotency-Key {key} came before with another body; use a key per body")
+        entry.num_clients += 1
+        try:
+            return await asyncio.shield(entry.logprobs)
+        finally:
+            entry.num_clients -= 1
+            if not entry.num_clients and not entry.logprobs.done() and self._queue.withdraw(entry.request):
+                self._forget(key, entry)
+
+    def _begin(self, key: str, digest: bytes, call: ScoreCall) -> _Entry:
+        self._check_open()
+        entry = _Entry(call, digest)
+        try:
+            self._queue.add(entry.request)
+        except QueueFull:
+            raise Refusal(429, "too many tokens wait; try again later", RETRY_AFTER_S) from None
+        if key:
+            self._entries[key] = entry
+            entry.logprobs.add_done_callback(lambda done: self._keep(key, entry, done))
+        return entry
+
+    def _keep(self, key: str, entry: _Entry, done: asyncio.Future[list[np.ndarray]]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            self._forget(key, entry)
+        kept = [(k, e) for k, e in self._entries.items() if e.logprobs.done()]
+        excess = sum(e.num_bytes for _, e in kept) - KEPT_BYTES
+        for old_key, old in kept:
+            if excess <= 0:
+                break
+            excess -= old.num_bytes
+            self._forget(old_key, old)
+
+    def _forget(self, key: str, entry: _Entry) -> None:
+        if self._entries.get(key) is entry:
+            del self._entries[key]
