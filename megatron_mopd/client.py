@@ -1,8 +1,9 @@
-"""One HTTP client for every request to SGLang servers: aiohttp with orjson.
+"""One HTTP client for every request to servers of any kind: aiohttp with orjson.
 
-Three things can go wrong, and each is one type: the server cannot be reached, falls silent or breaks (`EndpointDown`; the
-caller decides where the request goes next), it refuses what was asked (`RequestRefused`, with its own words), or it
-answers in a shape that this project does not know (`RequestRefused` too). Nothing is retried here.
+Three things can go wrong, and each is one type: the server cannot be reached, falls silent or breaks (`EndpointDown`;
+the caller decides where the request goes next; `EndpointBusy` where the server says when it wants to be asked again),
+it refuses what was asked (`RequestRefused`, with its own words), or it answers in a shape that this project does not
+know (`RequestRefused` too). Nothing is retried here.
 
 Promise (tests/unit/test_fleet.py): a streamed message may be of any size and cut anywhere.
 """
@@ -20,7 +21,7 @@ import orjson
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import EndpointDown
 
-_BROKEN = (500, 502, 503, 504)
+_BROKEN, _BUSY = (500, 502, 503, 504), (429, 503)
 _READ_BYTES = 1 << 20
 """What is read ahead of a stream's consumer."""
 _KEEP_ALIVE_S = 2.0
@@ -29,6 +30,14 @@ _KEEP_ALIVE_S = 2.0
 
 class RequestRefused(UserError):
     """The server answered that it will not do this."""
+
+
+class EndpointBusy(EndpointDown):
+    """It answered 429 or 503 with Retry-After."""
+
+    def __init__(self, url: str, reason: str, retry_after_s: float):
+        super().__init__(url, reason)
+        self.retry_after_s = retry_after_s
 
 
 class Client:
@@ -58,15 +67,21 @@ class Client:
             return _json(url + path, await response.read())
 
     async def post(self, url: str, path: str, body: Mapping[str, Any], silence_s: float | None = None) -> Any:
-        async with self._request("POST", url, path, body, silence_s) as response:
+        async with self._request("POST", url, path, _encoded(body), silence_s) as response:
             return _json(url + path, await response.read())
 
+    async def post_bytes(self, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """The reply as it is."""
+        headers = {"Content-Type": "application/octet-stream", **headers}
+        async with self._request("POST", url, path, body, None, headers) as response:
+            return await response.read()
+
     async def stream(self, url: str, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
-        """The JSON of each server-sent event, up to `[DONE]`. A stream that ends before it is a `EndpointDown`.
+        """The JSON of each server-sent event, up to `[DONE]`. A stream that ends before it is an `EndpointDown`.
 
         Use with `contextlib.aclosing` where the loop can be left: leaving it hangs up.
         """
-        async with self._request("POST", url, path, body, None) as response:
+        async with self._request("POST", url, path, _encoded(body), None) as response:
             async for line in _lines(response.content):
                 if line.startswith(b"data: [DONE]"):
                     return
@@ -78,13 +93,20 @@ class Client:
 
     @asynccontextmanager
     async def _request(
-        self, method: str, url: str, path: str, body: Mapping[str, Any] | None, silence_s: float | None
+        self,
+        method: str,
+        url: str,
+        path: str,
+        data: bytes | None,
+        silence_s: float | None,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         silence_s = silence_s or self._silence_s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(10.0, silence_s), sock_read=silence_s)
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)  # ids of environments
         try:
-            async with self._open().request(method, url + path, data=data, timeout=timeout) as response:
+            async with self._open().request(
+                method, url + path, data=data, timeout=timeout, headers=headers
+            ) as response:
                 if response.status != 200:
                     await _refuse(url, path, response)
                 yield response
@@ -104,6 +126,10 @@ class Client:
                 read_bufsize=_READ_BYTES,
             )
         return self._session
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)  # ids of environments
 
 
 def _reason(error: Exception, silence_s: float) -> str:
@@ -135,12 +161,16 @@ def _json(address: str, body: bytes) -> Any:
 async def _refuse(url: str, path: str, response: aiohttp.ClientResponse) -> None:
     """Raise what a status other than 200 means."""
     text = (await response.text(errors="replace"))[:2000]
+    if response.status in _BUSY and (seconds := response.headers.get("Retry-After", "")).isdigit():
+        raise EndpointBusy(url, f"{path} answered {response.status} {_message(text)}".strip(), float(seconds))
     if response.status in _BROKEN:
         raise EndpointDown(url, f"{path} answered {response.status} {_message(text)}".strip())
     if response.status == 404:
-        raise RequestRefused(f"{url} has no {path}; it is no SGLang server of a version that this project speaks to")
+        raise RequestRefused(f"{url} has no {path}; is the URL right? It said: {_message(text)}")
     if response.status in (401, 403):
-        raise RequestRefused(f"{url} asks for a key; set sglang.api_key_env to the variable that holds it")
+        raise RequestRefused(
+            f"{url} asks for a key, or for another one; set api_key_env of its table to the variable that holds it"
+        )
     raise RequestRefused(f"{url}{path} answered {response.status}: {_message(text)}")
 
 

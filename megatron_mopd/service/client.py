@@ -1,0 +1,152 @@
+"""The client of a teacher service: one service URL, any of the teachers that it serves.
+
+A batch is one binary POST. Its Idempotency-Key is a hash of the body, so that a batch that is sent again, after a reply
+was lost or came cut, is not scored again. Every reply is checked: version, key, teacher, number of log-probs, all of
+them finite, and the fingerprint, which is the one of this run's own checkpoint or the run ends.
+
+Promises (tests/unit/test_service_client.py): implements protocols.TeacherScorer; what is not a whole and right reply is
+EndpointDown with the reason; other weights under a teacher's name are a UserError, at once, never a score. Torch-free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_mopd.client import Client, EndpointBusy
+from megatron_mopd.config import Config
+from megatron_mopd.errors import UserError
+from megatron_mopd.protocols import EndpointDown, ScoreRequest
+from megatron_mopd.servers.launch import endpoints
+from megatron_mopd.service.arguments import NAME, api_key
+from megatron_mopd.service.body import BadBody, ScoreCall, decode_reply, encode_call, split
+from megatron_mopd.teachers.identity import Fingerprint, fingerprint
+
+PROBE_SILENCE_S = 10.0
+MIN_PAUSE_S = 0.1
+
+
+def teacher_endpoints(config: Config) -> dict[str, list[ServiceClient]]:
+    """The services of each teacher on the backend megatron: those given by URL, or the one started for this run."""
+    urls = config.service.urls or (endpoints(config.run.folder)[NAME],)
+    services = [ServiceClient(url, config) for url in urls]
+    return {teacher.name: services for teacher in config.teachers.on("megatron")}
+
+
+class ServiceClient:
+    """Implements protocols.TeacherScorer for the teachers of `config` on the backend megatron."""
+
+    def __init__(self, url: str, config: Config):
+        self.url = url
+        self._teachers = {teacher.name: teacher for teacher in config.teachers.on("megatron")}
+        self._temperature = config.rollout.temperature
+        self._attempt_timeout_s = config.teachers.attempt_timeout_s
+        self._client = Client(silence_s=self._attempt_timeout_s, api_key=api_key(config))
+
+    async def prepare(self, teacher: str) -> None:
+        identity = await self._identity(teacher)
+        await self._client.get(self.url, "/ready", PROBE_SILENCE_S)
+        teachers = await self._client.get(self.url, "/teachers", PROBE_SILENCE_S)
+        served = _entry(self.url, teachers, teacher)
+        self._check_fingerprint(teacher, served["fingerprint"], identity)
+        expected = {"vocab_size": identity.vocab_size, "temperature": self._temperature}
+        for name, value in expected.items():
+            if served[name] != value:
+                raise UserError(
+                    f"service {self.url} serves teacher {teacher} with {name} {served[name]}, this run has {value}; "
+                    "start it with the configuration of the run"
+                )
+
+    async def score(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
+        identity = await self._identity(teacher)
+        prompts = [np.array(request.prompt_ids, np.int32) for request in requests]
+        responses = [np.array(request.response_ids, np.int32) for request in requests]
+        for request, ids in zip(requests, map(np.concatenate, zip(prompts, responses, strict=True)), strict=True):
+            _check_ids(request, ids, identity.vocab_size)
+        lengths = [len(response) for response in responses]
+        if not sum(lengths):
+            return [np.zeros(0, np.float32) for _ in requests]
+        call = ScoreCall(teacher, prompts, responses, self._temperature, str(identity))
+        body = encode_call(call, identity.vocab_size)
+        key = hashlib.blake2b(body, digest_size=16).hexdigest()
+        logprobs = self._checked(await self._post(body, key), key, teacher, identity, sum(lengths))
+        return split(logprobs, lengths)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _post(self, body: bytes, key: str) -> bytes:
+        """Come again when a full or ending service says so, as long as one attempt may take."""
+        deadline = time.monotonic() + self._attempt_timeout_s
+        while True:
+            try:
+                return await self._client.post_bytes(self.url, "/score", body, {"Idempotency-Key": key})
+            except EndpointBusy as busy:
+                pause_s = max(busy.retry_after_s, MIN_PAUSE_S)
+                if time.monotonic() + pause_s > deadline:
+                    raise
+                await asyncio.sleep(pause_s)
+
+    def _checked(self, body: bytes, key: str, teacher: str, identity: Fingerprint, num_tokens: int) -> np.ndarray:
+        """The log-probs of a right reply [num_tokens]."""
+        try:
+            reply = decode_reply(body)
+        except BadBody as error:
+            raise EndpointDown(self.url, f"its reply is refused: {error}") from None
+        if reply.key != key or reply.teacher != teacher:
+            raise EndpointDown(self.url, f"it answered another request, for teacher {reply.teacher}")
+        self._check_fingerprint(teacher, reply.fingerprint, identity)
+        if len(reply.logprobs) != num_tokens:
+            raise EndpointDown(self.url, f"it sent {len(reply.logprobs)} log-probs for {num_tokens} response tokens")
+        if not np.isfinite(reply.logprobs).all():
+            raise EndpointDown(self.url, "it sent a log-prob that is not finite")
+        return reply.logprobs
+
+    def _check_fingerprint(self, teacher: str, served: str, identity: Fingerprint) -> None:
+        if served != str(identity):
+            raise UserError(
+                f"service {self.url} serves other weights as teacher {teacher}: fingerprint {served}, expected "
+                f"{identity} of {self._teachers[teacher].checkpoint}; start it with the configuration of the run"
+            )
+
+    async def _identity(self, name: str) -> Fingerprint:
+        if name not in self._teachers:
+            raise UserError(f"no teacher named {name}; known: {', '.join(self._teachers)}")
+        teacher = self._teachers[name]
+        return await asyncio.to_thread(_fingerprint, teacher.checkpoint, teacher.megatron_checkpoint, f"teacher {name}")
+
+
+@functools.cache
+def _fingerprint(checkpoint: Path, megatron_checkpoint: Path | None, key: str) -> Fingerprint:
+    return fingerprint(checkpoint, megatron_checkpoint, key)
+
+
+def _entry(url: str, teachers: Any, name: str) -> dict[str, Any]:
+    """What GET /teachers says of one."""
+    if not isinstance(teachers, dict) or not all(isinstance(served, dict) for served in teachers.values()):
+        raise UserError(f"{url}/teachers answers no table of teachers; is it a teacher service?")
+    if name not in teachers:
+        raise UserError(
+            f"service {url} has no teacher {name}, but {', '.join(teachers) or 'none'}; start it with the "
+            "configuration of the run, or correct service.urls"
+        )
+    served = teachers[name]
+    if missing := {"fingerprint", "vocab_size", "temperature"} - served.keys():
+        raise UserError(f"{url}/teachers does not say the {sorted(missing)[0]} of {name}; is it a teacher service?")
+    return served
+
+
+def _check_ids(request: ScoreRequest, token_ids: np.ndarray, vocab_size: int) -> None:
+    if not request.prompt_ids:
+        raise UserError(f"{request.trajectory_id}: an empty prompt leaves the first response token without context")
+    if len(outside := token_ids[(token_ids < 0) | (token_ids >= vocab_size)]):
+        raise UserError(
+            f"{request.trajectory_id}: token id {outside[0]}, the teacher's vocabulary has {vocab_size} tokens"
+        )
