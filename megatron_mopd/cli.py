@@ -1,10 +1,13 @@
 """The `mopd` command.
 
     mopd train CONFIG [a.b=c ...]       train on this machine (launch.num_processes ranks)
-    mopd preflight CONFIG [a.b=c ...]   check everything that can be checked before a model is built
+    mopd preflight CONFIG [a.b=c ...]   refuse what would go wrong later, print the initial KL of every teacher
+                                        (--static: read files only, start and sample nothing)
     mopd eval CONFIG [a.b=c ...]        score SFT policy, teachers and RUN/student in every cell: RUN/summary.json
     mopd report RUN                     write RUN/report.html
-    mopd serve CONFIG [a.b=c ...]       keep the run's SGLang servers until Ctrl-C; `mopd train` then uses them
+    mopd serve CONFIG [a.b=c ...]       keep the run's servers until Ctrl-C; `mopd train` then uses them
+    mopd serve-teacher CONFIG [...]     serve the teachers on the backend megatron (service.num_processes ranks) until
+                                        Ctrl-C; other runs then name its URL in service.urls
     mopd doctor [CONFIG ...]            which parts are installed here, and what brings the others
 
 CONFIG is one YAML file or more, later ones overlaying earlier ones; --print-config prints the resolved tree and stops.
@@ -22,6 +25,7 @@ from megatron_mopd.config import Config, load_config, split_arguments
 from megatron_mopd.errors import UserError
 
 OTHER_RANKS_WAIT_S = 3.0
+STATIC = "--static"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -73,10 +77,10 @@ def _dispatch(words: list[str]) -> int | None:
     without_config = {"report": _report, "doctor": _doctor}
     if name in without_config:
         return without_config[name](rest)
-    commands = {"train": _train, "preflight": _preflight, "eval": _eval, "serve": _serve}
+    commands = {"train": _train, "preflight": _preflight, "eval": _eval, "serve": _serve, "serve-teacher": _serve_teacher}
     if name not in commands:
         raise UserError(f"unknown command {name!r}; known: {', '.join([*commands, *without_config])}")
-    config = read_config(rest)
+    config = read_config([word for word in rest if name != "preflight" or word != STATIC])
     return None if config is None else commands[name](config, rest)
 
 
@@ -92,7 +96,11 @@ def _train(config: Config, words: list[str]) -> int:
 def _preflight(config: Config, words: list[str]) -> None:
     from megatron_mopd.preflight import preflight
 
-    print(preflight(config, config.launch.num_processes))
+    print(preflight(config, config.launch.num_processes), flush=True)
+    if STATIC not in words:
+        from megatron_mopd.origin_gate import hold_gate
+
+        hold_gate(config)
 
 
 def _eval(config: Config, words: list[str]) -> None:
@@ -108,6 +116,18 @@ def _serve(config: Config, words: list[str]) -> int:
     from megatron_mopd import build
 
     return build.serve(config)
+
+
+def _serve_teacher(config: Config, words: list[str]) -> int:
+    from megatron_mopd.preflight import check_run_folder
+    from megatron_mopd.service.arguments import check_served
+
+    check_run_folder(config.run.folder)
+    check_served(config)
+    from megatron_mopd.launch import launch
+
+    table = config.service
+    return launch("megatron_mopd.mcore.serve_teacher", words, table.num_processes, config.run.folder, drains=True)
 
 
 def _doctor(words: list[str]) -> None:

@@ -1,6 +1,7 @@
-"""Preflight: everything that can be refused before a model is built, in the time of reading a few JSON files.
+"""Preflight: everything that can be refused before a model is built, in the time of reading a few files.
 
-Promise: imports no torch; raises UserError for the first thing that is wrong; changes nothing.
+`mopd preflight` goes on with what only running servers and models can show (origin_gate.py), `mopd train` shows it in
+its first batch. Promise: imports no torch; raises UserError for the first thing that is wrong; changes nothing.
 """
 
 from __future__ import annotations
@@ -44,16 +45,19 @@ def preflight(config: Config, world_size: int) -> str:
     check_schedule(table, config.run.num_steps)
     Layout.from_table(config.megatron).check(hf_config, world_size)
     router = Router(config.teachers.models, config.prompts.cells)
+    padding = []
     for i, teacher in enumerate(config.teachers.models):
         key = f"teachers.models.{i} ({teacher.name})"
-        check_same_language(config.student.checkpoint, teacher.checkpoint, key)
+        padding.append(check_same_language(config.student.checkpoint, teacher.checkpoint, key))
         check_weight_files(teacher.checkpoint, key)
     for name, environment in config.environments.items():
         check_options(name, environment, load_factory(name, environment.factory))
     check_rollout(config, table, hf_config)
     check_prompts(config)
     check_sinks(config.telemetry)
-    return "\n".join(filter(None, (router.coverage(), *server_lines(config), check_resume(config, world_size))))
+    return "\n".join(
+        filter(None, (router.coverage(), *padding, *server_lines(config), check_resume(config, world_size)))
+    )
 
 
 def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:

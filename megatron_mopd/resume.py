@@ -9,17 +9,21 @@ import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_mopd.config import Config
+from megatron_mopd.config import Config, Teacher
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore.layout import Layout
+from megatron_mopd.teachers.identity import fingerprint
 from megatron_mopd.yaml_tree import read_yaml
 
 FACTS_FILE, TRACKER_FILE = "learner.json", "latest"
 PLACE = ("layout", "processes", "optimizer")
 """The facts that must be the same when a run continues."""
+TEACHERS = "teachers"
+"""The fact that says who they were: name to fingerprint."""
 
 
 def latest(folder: Path) -> Path | None:
@@ -36,6 +40,12 @@ def latest(folder: Path) -> Path | None:
 def facts(step: int, layout: Layout, processes: int, distributed_optimizer: bool) -> dict[str, Any]:
     optimizer = "distributed" if distributed_optimizer else "plain"
     return {"step": step, "layout": asdict(layout), "processes": processes, "optimizer": optimizer}
+
+
+@cache
+def teacher_facts(teachers: tuple[Teacher, ...]) -> dict[str, dict[str, Any]]:
+    """Name to fingerprint, as the teachers were when this process first asked: those that it trains with."""
+    return {t.name: asdict(fingerprint(t.checkpoint, t.megatron_checkpoint, f"teacher {t.name}")) for t in teachers}
 
 
 def write_facts(checkpoint: Path, saved: Mapping[str, Any]) -> None:
@@ -72,12 +82,34 @@ def check_place(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, An
             )
 
 
+def check_teachers(checkpoint: Path, saved: Mapping[str, Any], teachers: tuple[Teacher, ...]) -> str:
+    """Refuse a teacher that is another than the one of this name in the checkpoint; teachers may come and go.
+
+    Returns "", or what to say of a checkpoint that was saved before they were recorded.
+    """
+    if TEACHERS not in saved:
+        return f"{checkpoint} does not say who its teachers were: they are taken to be the same"
+    for teacher in teachers:
+        then, now = saved[TEACHERS].get(teacher.name), teacher_facts(teachers)[teacher.name]
+        if then is None:
+            continue
+        for part, value in now.items():
+            if then[part] != value:
+                raise UserError(
+                    f"checkpoint {checkpoint} was saved with teacher {teacher.name} of {part} {_short(then[part])} and "
+                    f"{teacher.checkpoint} now has {_short(value)}; put the old teacher back, or give the new one "
+                    "another name under teachers.models"
+                )
+    return ""
+
+
 def check_resume(config: Config, world_size: int) -> str:
-    """Refuse a run that cannot continue what its folder holds; say in a line from where it goes on, and what changed.
+    """Refuse a run that cannot continue what its folder holds; say from where it goes on, and what changed.
 
     Returns "" for a new run.
     """
-    checkpoint = latest(config.run.folder / "checkpoints")
+    checkpoint, teachers = latest(config.run.folder / "checkpoints"), config.teachers.models
+    teacher_facts(teachers)  # of a new run too: its checkpoints will say who they were now
     if checkpoint is None:
         return ""
     saved = read_facts(checkpoint)
@@ -87,7 +119,12 @@ def check_resume(config: Config, world_size: int) -> str:
     if student := changes.get("student.checkpoint"):
         raise UserError(f"{config.run.folder} holds a run with student.checkpoint{student}; choose another run.folder")
     with_changes = " with " + ", ".join(key + change for key, change in changes.items()) if changes else ""
-    return f"continues {checkpoint}{with_changes}"
+    unknown_teachers = check_teachers(checkpoint, saved, teachers)
+    return "\n".join(filter(None, (f"continues {checkpoint}{with_changes}", unknown_teachers)))
+
+
+def _short(value: str | int) -> str:
+    return str(value)[:16]
 
 
 def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, str]]:

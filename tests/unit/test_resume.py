@@ -2,12 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megatron_mopd.config import load_config
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore.layout import Layout
-from megatron_mopd.resume import check_resume, facts, latest, read_facts, write_facts
+from megatron_mopd.resume import check_resume, facts, latest, read_facts, teacher_facts, write_facts
+from megatron_mopd.teachers.identity import fingerprint
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def checkpoint(config, tmp_path):
     folder = tmp_path / "run" / "checkpoints" / "step_00000002"
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(b"weights")
-    write_facts(folder, facts(2, Layout(), processes=2, distributed_optimizer=True))
+    write_facts(folder, {**facts(2, Layout(), processes=2, distributed_optimizer=True), "teachers": {}})
     (folder.parent / "latest").write_text("step_00000002\n")
     (tmp_path / "run" / "config.yaml").write_text(config().dump())
     return folder
@@ -57,6 +60,59 @@ def test_the_same_command_continues_and_changes_are_said(config, checkpoint):
 def test_another_run_in_the_folder_is_refused(config, checkpoint, world_size, override, reason):
     with pytest.raises(UserError, match=reason):
         check_resume(config(override), world_size)
+
+
+@pytest.fixture
+def trained(tmp_path, config):
+    """Called with a teacher's folder: the same run at step 2 with it, and its configuration."""
+
+    def save(folder, saved_teachers=None):
+        now = config(f"teachers.models=[{{name: law-low, domain: law, effort: low, checkpoint: {folder}}}]")
+        checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        teacher_facts.cache_clear()  # as in another process
+        of_teachers = {"teachers": teacher_facts(now.teachers.models)} if saved_teachers is None else saved_teachers
+        write_facts(checkpoint, {**facts(2, Layout(), 2, True), **of_teachers})
+        (checkpoint.parent / "latest").write_text(checkpoint.name)
+        (tmp_path / "run" / "config.yaml").write_text(now.dump())
+        teacher_facts.cache_clear()
+        return now
+
+    return save
+
+
+def write_teacher(folder, weights=0.0, tokenizer="a", template="", architecture="X"):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "vocab_size": 1}))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {tokenizer: 0}}}))
+    (folder / "chat_template.jinja").write_text(template)
+    save_file({"w": np.full(3, weights, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("change", [{"weights": 1.0}, {"tokenizer": "b"}, {"template": "x"}, {"architecture": "Y"}])
+def test_another_teacher_under_the_name_of_one_in_the_checkpoint_is_refused(trained, tmp_path, change):
+    teacher, (part,) = write_teacher(tmp_path / "teacher"), change
+    now, before = trained(teacher), getattr(fingerprint(teacher), part)[:16]
+    assert "\n" not in check_resume(now, 2)
+    after = getattr(fingerprint(write_teacher(teacher, **change)), part)[:16]
+    teacher_facts.cache_clear()
+    with pytest.raises(
+        UserError, match=f"teacher law-low of {part} {before} and {teacher} now has {after}; put the old"
+    ):
+        check_resume(now, 2)
+
+
+def test_a_teacher_of_a_new_name_may_come_and_is_said(trained, config, tmp_path):
+    trained(write_teacher(tmp_path / "old"))
+    new = write_teacher(tmp_path / "new", 1.0)
+    now = config(f"teachers.models=[{{name: new, domain: law, effort: low, checkpoint: {new}}}]")
+    assert " with teachers.models=[{" in check_resume(now, 2)
+
+
+def test_a_checkpoint_that_does_not_know_its_teachers_is_continued_and_this_is_said(trained, tmp_path):
+    now = trained(write_teacher(tmp_path / "teacher"), saved_teachers={})
+    assert "step_00000002 does not say who its teachers were: they are taken to be" in check_resume(now, 2)
 
 
 def test_a_file_that_was_cut_or_lost_is_refused(checkpoint):
