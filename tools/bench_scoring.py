@@ -1,11 +1,11 @@
-"""Tokens/s of the SGLang scorer against the server's own limit, which is a raw loop of prepared requests.
+"""Tokens/s of a lane on an SGLang server against the server's own limit, which is a raw loop of prepared requests.
 
     python tools/bench_scoring.py CONFIG [a.b=c ...] [--trajectories 512] [--prompt-tokens 32] [--rounds 7]
 
 The first teacher of the configuration scores random trajectories of 1 to rollout.max_response_tokens tokens, on a
-server that is started for it, or on the one that `sglang.teachers.urls` gives. Both ways send the same requests, as
-many at a time, in turns; the raw loop reads the replies as bytes. The prefix cache is emptied before each. Compare the
-ratio, not the tokens/s of two machines.
+server that is started for it, or on the one that `sglang.teachers.urls` gives. Both ways, the lane of a run and the raw
+loop, send the same requests, as many at a time, in turns; the raw loop reads the replies as bytes. The prefix cache is
+emptied before each. Compare the ratio, not the tokens/s of two machines.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import aiohttp
 import numpy as np
 import orjson
 
+from megatron_mopd import build
 from megatron_mopd.cli import guarded
 from megatron_mopd.config import Config, load_config, split_arguments
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.protocols import ScoreRequest
 from megatron_mopd.servers.launch import servers
-from megatron_mopd.sglang.scorer import SGLangScorer, posts, scoring_body, sglang_scorer
-from megatron_mopd.sglang.teacher_server import POSTS_IN_FLIGHT
+from megatron_mopd.sglang.teacher_server import scoring_body
+from megatron_mopd.teachers.lanes import Lane
 
 
 def bench(words: list[str], num_trajectories: int, prompt_tokens: int, num_rounds: int) -> int:
@@ -49,7 +50,7 @@ def first_teacher(config: Config) -> Config:
     if not config.teachers.models:
         raise UserError("teachers.models is empty; name a configuration with teachers")
     teacher = config.teachers.models[0]
-    urls = {name: url for name, url in config.sglang.teachers.urls.items() if name == teacher.name}
+    urls = {name: of_one for name, of_one in config.sglang.teachers.urls.items() if name == teacher.name}
     table = config.sglang.teachers.model_copy(update={"num_servers": None, "urls": urls})
     return config.model_copy(
         update={
@@ -69,27 +70,37 @@ def trajectories(config: Config, count: int, prompt_tokens: int) -> list[ScoreRe
 
 async def compare(config: Config, requests: list[ScoreRequest], num_rounds: int) -> dict[str, list[float]]:
     """Seconds of each round of both ways, in turns, after one round that warms them up."""
-    teacher = config.teachers.models[0].name
-    scorer = sglang_scorer(config)
-    seconds: dict[str, list[float]] = {"scorer": [], "raw": []}
+    teacher, at_a_time = config.teachers.models[0].name, config.teachers.max_in_flight
+    lanes = build.teacher_lanes(config)
+    batches = list(batches_of(requests, config.teachers.batch_tokens))
+    bodies = [orjson.dumps(scoring_body(teacher, batch)) for batch in batches]
+    seconds: dict[str, list[float]] = {"lane": [], "raw": []}
     try:
-        await scorer.start()
-        url, prefill_tokens = where(scorer, teacher)
-        rows_of_posts = list(posts(requests, prefill_tokens))
-        bodies = [orjson.dumps(scoring_body(teacher, [requests[row] for row in rows])) for rows in rows_of_posts]
+        await lanes.start()
+        url = lanes[teacher].urls[0]
         async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as session:
             for _ in range(num_rounds + 1):
-                seconds["raw"].append(await timed(session, url, lambda: raw(session, url, bodies)))
-                seconds["scorer"].append(await timed(session, url, lambda: scorer.score(teacher, requests)))
+                seconds["raw"].append(await timed(session, url, lambda: raw(session, url, bodies, at_a_time)))
+                seconds["lane"].append(await timed(session, url, lambda: in_lane(lanes[teacher], batches)))
     finally:
-        await scorer.close()
+        await lanes.close()
     return {way: times[1:] for way, times in seconds.items()}
 
 
-def where(scorer: SGLangScorer, teacher: str) -> tuple[str, int]:
-    """URL of the teacher's server, and the tokens of one POST."""
-    server = scorer.servers[teacher]
-    return server.place.url, server.facts.prefill_tokens
+def batches_of(requests: list[ScoreRequest], batch_tokens: int) -> Iterator[list[ScoreRequest]]:
+    """As a lane cuts them."""
+    batch: list[ScoreRequest] = []
+    for request in requests:
+        batch.append(request)
+        if sum(r.num_tokens for r in batch) >= batch_tokens:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+async def in_lane(lane: Lane, batches: list[list[ScoreRequest]]) -> None:
+    await asyncio.gather(*map(lane.score, batches))
 
 
 async def timed(session: aiohttp.ClientSession, url: str, work: Callable[[], Awaitable[object]]) -> float:
@@ -100,8 +111,8 @@ async def timed(session: aiohttp.ClientSession, url: str, work: Callable[[], Awa
     return time.monotonic() - start
 
 
-async def raw(session: aiohttp.ClientSession, url: str, bodies: list[bytes]) -> None:
-    room = asyncio.Semaphore(POSTS_IN_FLIGHT)
+async def raw(session: aiohttp.ClientSession, url: str, bodies: list[bytes], at_a_time: int) -> None:
+    room = asyncio.Semaphore(at_a_time)
 
     async def send(body: bytes) -> None:
         async with room, session.post(f"{url}/generate", data=body) as reply:
@@ -112,12 +123,12 @@ async def raw(session: aiohttp.ClientSession, url: str, bodies: list[bytes]) -> 
 
 
 def table(seconds: dict[str, list[float]], num_tokens: int) -> str:
-    """Ratios are times of the raw loop to those of the scorer: the median over rounds, and of the fastest rounds, which
+    """Ratios are times of the raw loop to those of the lane: the median over rounds, and of the fastest rounds, which
     other work on the machine disturbs least."""
-    ratios = sorted(raw / scorer for raw, scorer in zip(seconds["raw"], seconds["scorer"], strict=True))
+    ratios = sorted(raw / lane for raw, lane in zip(seconds["raw"], seconds["lane"], strict=True))
     return "\n".join(
         [
-            f"{num_tokens} tokens, {POSTS_IN_FLIGHT} requests at a time, {len(ratios)} rounds",
+            f"{num_tokens} tokens, {len(ratios)} rounds",
             *(f"{way:8} {num_tokens / statistics.median(times):10.0f} tokens/s" for way, times in seconds.items()),
             f"ratio    {statistics.median(ratios):10.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
             f"fastest  {ratio_of_fastest(seconds):10.3f}",
@@ -126,7 +137,7 @@ def table(seconds: dict[str, list[float]], num_tokens: int) -> str:
 
 
 def ratio_of_fastest(seconds: dict[str, list[float]]) -> float:
-    return min(seconds["raw"]) / min(seconds["scorer"])
+    return min(seconds["raw"]) / min(seconds["lane"])
 
 
 if __name__ == "__main__":

@@ -150,13 +150,13 @@ async def _roll_out(engine: RolloutEngine, number: int, case: Case) -> Trajector
 
 
 async def _score(config: Config, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
-    scorer = build.teacher_scorer(config)
+    lanes = build.teacher_lanes(config)
     try:
-        await scorer.start()
+        await lanes.start()
         requests = [ScoreRequest(t.id, t.prompt.student_ids, tuple(t.response_ids.tolist())) for t in trajectories]
-        return await scorer.score("self", requests)
+        return await lanes["self"].score(requests)
     finally:
-        await scorer.close()
+        await lanes.close()
 
 
 def _column(trajectories: Sequence[Trajectory], rows: Sequence[np.ndarray]) -> np.ndarray:

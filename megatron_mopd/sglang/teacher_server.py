@@ -168,7 +168,7 @@ class TeacherServer:
 
     def _check_name(self, teacher: str) -> None:
         if teacher not in self.place.checkpoints:
-            raise UserError(f"no teacher named {teacher} on {self.url}; known: {', '.join(self.place.checkpoints)}")
+            raise UserError(f"no teacher named {teacher}; known: {', '.join(self.place.checkpoints)}")
 
     def _check(self, teacher: str, request: ScoreRequest) -> None:
         """What a server would not survive (a foreign id kills SGLang), or would refuse together with its neighbours."""

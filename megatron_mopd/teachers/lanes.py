@@ -161,8 +161,13 @@ class Lane:
         return not any(batch.scores.done() for batch in self._sent)
 
     @property
+    def urls(self) -> list[str]:
+        """The endpoints that take work now."""
+        return self._fleet.urls
+
+    @property
     def is_down(self) -> bool:
-        return not self._fleet.urls
+        return not self.urls
 
     @property
     def why_down(self) -> str:

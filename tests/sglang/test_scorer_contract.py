@@ -16,8 +16,7 @@ from running import Server
 
 from megatron_mopd.client import Client
 from megatron_mopd.sglang.engine import SGLangEngine
-from megatron_mopd.sglang.scorer import SGLangScorer
-from megatron_mopd.sglang.teacher_server import TeacherPlace
+from megatron_mopd.sglang.teacher_server import TeacherPlace, TeacherServer
 from megatron_mopd.sglang.weights import load_folder
 
 pytestmark = pytest.mark.sglang
@@ -41,9 +40,9 @@ def make_engine(student: Server) -> Callable[..., SGLangEngine]:
 
 
 @pytest.fixture
-def make_scorer(student: Server) -> Iterator[Callable[..., SGLangScorer]]:
-    def make(teachers: Mapping[str, Path], **options: Any) -> SGLangScorer:
-        return SGLangScorer([TeacherPlace(student.url, teachers, may_load=True)], student.config.sglang, **options)
+def make_scorer(student: Server) -> Iterator[Callable[..., TeacherServer]]:
+    def make(teachers: Mapping[str, Path], **options: Any) -> TeacherServer:
+        return TeacherServer(TeacherPlace(student.url, teachers, may_load=True), 60.0, **options)
 
     asyncio.run(load_checkpoint(student))
     yield make

@@ -16,13 +16,14 @@ from contract.test_scorer import assert_scores, score_requests
 from running import Server, Servers, StartServers
 from tiny import VOCAB_SIZE
 
+from megatron_mopd import build
 from megatron_mopd.client import Client
-from megatron_mopd.config import SGLang
+from megatron_mopd.config import Teachers
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import ScoreRequest
-from megatron_mopd.sglang.scorer import SGLangScorer, posts, sglang_scorer
-from megatron_mopd.sglang.teacher_server import TeacherPlace
+from megatron_mopd.sglang.teacher_server import TeacherPlace, TeacherServer
 from megatron_mopd.sglang.weights import load_folder
+from megatron_mopd.teachers.lanes import Lane, Lanes
 from tools.bench_scoring import compare, first_teacher, ratio_of_fastest
 from tools.bench_scoring import trajectories as random_trajectories
 
@@ -41,7 +42,7 @@ def trajectories(count: int, prompt: tuple[int, ...] = PROMPT) -> list[ScoreRequ
 class Recorder:
     """Notes what a scorer's client asks of its server, and what it is told."""
 
-    def __init__(self, scorer: SGLangScorer, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, scorer: TeacherServer, monkeypatch: pytest.MonkeyPatch):
         self.loaded: list[str] = []
         self.cached_tokens: list[int] = []
         post = scorer._client.post
@@ -57,13 +58,28 @@ class Recorder:
         monkeypatch.setattr(scorer._client, "post", noted)
 
 
-def run(scorer: SGLangScorer, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+class OnLanes:
+    """Teachers on servers as a run has them, one lane each."""
+
+    def __init__(self, lanes: Lanes):
+        self.lanes = lanes
+
+    @classmethod
+    def at(cls, server: TeacherServer) -> OnLanes:
+        settings = Teachers()
+        return cls(Lanes({name: Lane(name, [server], settings) for name in server.place.checkpoints}, settings))
+
+    async def score(self, teacher: str, requests: list[ScoreRequest]) -> list[np.ndarray]:
+        return await self.lanes[teacher].score(requests)
+
+
+def run(scorer: OnLanes, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     async def body() -> Any:
         try:
-            await scorer.start()
+            await scorer.lanes.start()
             return await work()
         finally:
-            await scorer.close()
+            await scorer.lanes.close()
 
     return asyncio.run(body())
 
@@ -87,18 +103,23 @@ def teachers(checkpoints: list[Path]) -> dict[str, Path]:
 
 
 @pytest.fixture
-def scorer(server: Server, teachers: dict[str, Path]) -> SGLangScorer:
+def shared(server: Server, teachers: dict[str, Path]) -> TeacherServer:
     """Three teachers that share the server."""
-    return SGLangScorer([TeacherPlace(server.url, teachers, may_load=True)], server.config.sglang)
+    return TeacherServer(TeacherPlace(server.url, teachers, may_load=True), 60.0)
+
+
+@pytest.fixture
+def scorer(shared: TeacherServer) -> OnLanes:
+    return OnLanes.at(shared)
 
 
 def test_the_second_trajectory_of_a_prompt_finds_it_in_the_cache_but_never_another_teachers(
-    scorer: SGLangScorer, teachers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    scorer: OnLanes, shared: TeacherServer, teachers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = trajectories(3)
 
     async def work() -> None:
-        recorder = Recorder(scorer, monkeypatch)
+        recorder = Recorder(shared, monkeypatch)
         for teacher in ("a", "b", "a"):
             for request in requests:
                 assert_scores(await scorer.score(teacher, [request]), [request], teachers[teacher])
@@ -109,13 +130,13 @@ def test_the_second_trajectory_of_a_prompt_finds_it_in_the_cache_but_never_anoth
 
 
 def test_teachers_that_share_a_server_take_turns_with_one_load_each(
-    scorer: SGLangScorer, teachers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    scorer: OnLanes, shared: TeacherServer, teachers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lanes send as trajectories finish, in any order."""
     requests = score_requests(40)
 
     async def work() -> None:
-        recorder = Recorder(scorer, monkeypatch)
+        recorder = Recorder(shared, monkeypatch)
         lanes = [(name, requests[i::4]) for i in range(4) for name in teachers]
         scores = await asyncio.gather(*[scorer.score(name, part) for name, part in lanes])
         for (name, part), got in zip(lanes, scores, strict=True):
@@ -125,22 +146,8 @@ def test_teachers_that_share_a_server_take_turns_with_one_load_each(
     run(scorer, work)
 
 
-def test_any_size_of_post_gives_every_trajectory_its_own_scores(
-    scorer: SGLangScorer, teachers: dict[str, Path]
-) -> None:
-    requests = score_requests(40) + trajectories(20)
-
-    async def work() -> None:
-        server = scorer.servers["a"]
-        for tokens in (1, 100, server.facts.prefill_tokens):
-            server.facts = type(server.facts)(server.facts.max_input_tokens, tokens)
-            assert_scores(await scorer.score("a", requests), requests, teachers["a"])
-
-    run(scorer, work)
-
-
 def test_what_a_server_would_not_survive_is_refused_by_name_and_the_server_goes_on(
-    scorer: SGLangScorer, teachers: dict[str, Path]
+    scorer: OnLanes, teachers: dict[str, Path]
 ) -> None:
     good = trajectories(1)
 
@@ -160,19 +167,20 @@ def test_what_a_server_would_not_survive_is_refused_by_name_and_the_server_goes_
 def test_a_server_given_by_url_must_hold_its_teacher_and_is_never_loaded(
     server: Server, teachers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def given(name: str) -> SGLangScorer:
-        return SGLangScorer([TeacherPlace(server.url, {name: teachers[name]}, may_load=False)], SGLang())
+    def given(name: str) -> TeacherServer:
+        return TeacherServer(TeacherPlace(server.url, {name: teachers[name]}, may_load=False), 60.0)
 
     async def nothing() -> None: ...
 
     asyncio.run(load(server.url, teachers["a"], "theirs"))
     with pytest.raises(UserError, match=rf"{server.url} does not hold the weights of teacher b: model\.\S+ differs"):
-        run(given("b"), nothing)
+        run(OnLanes.at(given("b")), nothing)
 
-    scorer = given("a")
+    shared = given("a")
+    scorer = OnLanes.at(shared)
 
     async def work() -> None:
-        recorder, requests = Recorder(scorer, monkeypatch), trajectories(2)
+        recorder, requests = Recorder(shared, monkeypatch), trajectories(2)
         assert_scores(await scorer.score("a", requests), requests, teachers["a"])
         assert recorder.loaded == []
         await load(server.url, teachers["b"], "swapped")
@@ -183,7 +191,7 @@ def test_a_server_given_by_url_must_hold_its_teacher_and_is_never_loaded(
 
 
 def test_weights_that_somebody_else_loaded_are_never_scored_with(
-    scorer: SGLangScorer, server: Server, teachers: dict[str, Path]
+    scorer: OnLanes, server: Server, teachers: dict[str, Path]
 ) -> None:
     """As after a restart: the server says what it serves with each result."""
     requests = trajectories(2)
@@ -197,17 +205,8 @@ def test_weights_that_somebody_else_loaded_are_never_scored_with(
 
 
 def test_another_temperature_is_refused(server: Server, teachers: dict[str, Path]) -> None:
-    with pytest.raises(UserError, match=r"rollout\.temperature=0\.7; set rollout\.temperature=1, or teachers\.backend"):
-        SGLangScorer([TeacherPlace(server.url, teachers, may_load=True)], SGLang(), temperature=0.7)
-
-
-def test_first_trajectories_of_all_prompts_go_before_second_ones() -> None:
-    """Then the second ones find their prompt in the cache. Empty responses are not sent."""
-    a, b = (5, 6), (3, 4)
-    requests = [ScoreRequest(str(i), p, (1,) * n) for i, (p, n) in enumerate([(a, 2), (b, 2), (a, 2), (a, 0), (b, 9)])]
-    assert list(posts(requests, 8)) == [[1, 0], [4], [2]]
-    assert list(posts(requests, 1000)) == [[1, 0, 4, 2]]
-    assert list(posts(requests[3:4], 8)) == []
+    with pytest.raises(UserError, match=r"rollout\.temperature=0\.7; set rollout\.temperature=1, or another"):
+        TeacherServer(TeacherPlace(server.url, teachers, may_load=True), 60.0, temperature=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +228,7 @@ def test_scoring_is_as_fast_as_the_server(pair: Servers) -> None:
 
 def test_a_dead_server_delays_its_own_teachers_alone_and_loses_nothing(pair: Servers, checkpoints: list[Path]) -> None:
     folders = {teacher.name: teacher.checkpoint for teacher in pair.config.teachers.models}
-    scorer, requests = sglang_scorer(pair.config), trajectories(200)
+    scorer, requests = OnLanes(build.teacher_lanes(pair.config)), trajectories(200)
 
     async def work() -> None:
         await scorer.score("t2", requests[:1])  # teachers-0 comes back with the weights of t0
@@ -248,8 +247,9 @@ def test_a_dead_server_delays_its_own_teachers_alone_and_loses_nothing(pair: Ser
 
 
 def test_a_server_that_stays_dead_ends_in_an_error_that_names_all(pair: Servers) -> None:
-    config = pair.config.model_copy(update={"sglang": pair.config.sglang.model_copy(update={"recovery_timeout_s": 1})})
-    scorer, url = sglang_scorer(config), pair.urls["teachers-1"]
+    teachers = pair.config.teachers.model_copy(update={"recovery_timeout_s": 1.0})
+    lanes = build.teacher_lanes(pair.config.model_copy(update={"teachers": teachers}))
+    scorer, url = OnLanes(lanes), pair.urls["teachers-1"]
 
     async def work() -> None:
         pair.kill("teachers-1")

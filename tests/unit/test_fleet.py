@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -295,7 +296,7 @@ def test_a_server_that_says_it_is_well_and_is_not_is_left_alone_for_longer_each_
 
             with pytest.raises(UserError, match="died 6 times"):
                 await fleet.run("t-1", failing)
-            pauses = [after - before for before, after in zip(times[:-1], times[1:], strict=True)]
+            pauses = [after - before for before, after in itertools.pairwise(times)]
             assert pauses[-1] > 0.5 * 16 / 2 * fleet_module.PROBE_INTERVAL_S
             assert pauses[-1] > 4 * pauses[0]
             while not fleet.urls:

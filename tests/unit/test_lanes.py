@@ -252,7 +252,7 @@ def test_a_lane_that_stays_dead_ends_the_step_at_once_with_everything_still_held
 def test_what_is_already_scored_is_not_scored_again() -> None:
     endpoint = Endpoint()
     lanes = lanes_of({"a": [endpoint]})
-    scores = np.float32([-1, -2, -3])
+    scores = np.array([-1, -2, -3], np.float32)
 
     async def work() -> list[Graded]:
         s = sampled(0)

@@ -29,7 +29,7 @@ EMPTY = Trajectory("1/q@3", RenderedPrompt(Prompt("q", "general", "low", "sums",
 
 
 def test_reading_gives_what_was_written(tmp_path: Path) -> None:
-    scores = np.float32([-1, -2, -3, -4, -5, -6])
+    scores = np.array([-1, -2, -3, -4, -5, -6], np.float32)
     written = [
         Sampled(trajectory(), 3, scores),
         Sampled(EMPTY, 2),
