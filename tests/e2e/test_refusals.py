@@ -61,7 +61,7 @@ def test_a_teacher_of_another_tokenizer_is_refused(mopd, run_folder, world, tmp_
 
 def test_preflight_says_the_same_and_prints_the_coverage(mopd, run_folder):
     assert "no teacher for" in refusal(mopd, run_folder, "prompts.efforts.medium=1", command="preflight")
-    result = mopd("preflight", f"run.folder={run_folder}")
+    result = mopd("preflight", f"run.folder={run_folder}", "--static")
     assert result.returncode == 0
     assert "agents/high" in result.stdout
     assert not run_folder.exists()
