@@ -286,7 +286,7 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
 
 
 def check_domains(config: Config) -> None:
-    """UserError where `objective` weighs a domain that is never drawn, or by teachers that there are none of."""
+    """UserError where `objective.domain_weights` names a domain that is never drawn."""
     for domain in config.objective.domain_weights or {}:
         if domain not in config.prompts.mixture:
             raise UserError(

@@ -8,6 +8,7 @@ positions, L layers, K experts of a token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -398,6 +399,11 @@ class StepMetrics:
     def reverse_kl_deciles(self) -> tuple[Mean, ...]:
         """Over all cells."""
         return tuple(Mean.over(c.reverse_kl_deciles[i] for c in self.cells.values()) for i in range(NUM_DECILES))
+
+    @property
+    def logit_grad_norm(self) -> float:
+        """Of the gradient with respect to all logits of the batch."""
+        return math.hypot(*(c.logit_grad_norm for c in self.cells.values()))
 
     @property
     def route_agreement(self) -> Mean:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_mopd.types import Cell
+from megatron_mopd.types import NUM_DECILES, Cell
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ RUN_METRICS = _by_name(
     Metric("train/grad_norm", "", "global gradient norm before clipping"),
     Metric("train/learning_rate", "", "learning rate of this update"),
     Metric("train/reverse_kl", "nats/token", "student - teacher log-probs, token mean, before clipping"),
+    *(
+        Metric(f"train/reverse_kl_decile_{i}", "nats/token", f"train/reverse_kl in tenth {i} of each row's tokens")
+        for i in range(1, NUM_DECILES + 1)
+    ),
+    Metric("train/logit_grad_norm", "", "norm of the gradient of the loss with respect to the logits of the batch"),
     Metric("train/clip_fraction", "share", "tokens whose log-ratio lies outside +-R_max"),
     Metric("train/entropy", "nats/token", "student's entropy over the vocabulary at the sampling temperature"),
     Metric("train/mismatch_mean", "nats/token", "|trainer - rollout| log-probs of the same weights, token mean"),
@@ -60,6 +65,11 @@ RUN_METRICS = _by_name(
 
 CELL_METRICS = _by_name(
     Metric("reverse_kl", "nats/token", "as train/reverse_kl"),
+    *(
+        Metric(f"reverse_kl_decile_{i}", "nats/token", f"as train/reverse_kl_decile_{i}")
+        for i in range(1, NUM_DECILES + 1)
+    ),
+    Metric("logit_grad_norm", "", "as train/logit_grad_norm, of the cell's tokens"),
     Metric("clip_fraction", "share", "as train/clip_fraction"),
     Metric("entropy", "nats/token", "as train/entropy"),
     Metric("mismatch_mean", "nats/token", "as train/mismatch_mean"),
@@ -68,7 +78,11 @@ CELL_METRICS = _by_name(
     *(Metric(f"mismatch_quarter_{i}", "nats/token", f"as train/mismatch_quarter_{i}") for i in range(1, 5)),
     Metric("route_agreement", "share", "as train/route_agreement"),
     Metric("tokens", "tokens", "trained tokens of the cell"),
+    Metric("prompt_share", "share", "the cell's share of the trajectories of the batch"),
     Metric("token_share", "share", "the cell's share of the trained tokens of the batch"),
+    Metric("clipped_share", "share", "the cell's share of the batch's tokens whose log-ratio lies outside +-R_max"),
+    Metric("grad_share", "share", "the cell's share of the square of train/logit_grad_norm"),
+    Metric("weight", "", "factor of the cell's domain in the loss; 1 without objective.domain_weights or balance"),
     Metric("reward", "share", "as rollout/reward"),
     Metric("reward_within_budget", "share", "as rollout/reward_within_budget"),
     Metric("spent_tokens", "tokens", "as rollout/spent_tokens"),

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mopd.errors import UserError
+from megatron_mopd.telemetry.curves import Curves
 from megatron_mopd.telemetry.record import read_record, replace_file
 from megatron_mopd.telemetry.redact import redact
-from megatron_mopd.telemetry.registry import STEP_PARTS, cell_key, metric_of, split_cell_key
+from megatron_mopd.telemetry.registry import STEP_PARTS, cell_key, metric_of
+from megatron_mopd.telemetry.report_balance import balance_section
 from megatron_mopd.telemetry.report_style import STYLE
 from megatron_mopd.telemetry.summary import percent, read_summary, recovery_level
 from megatron_mopd.telemetry.svg import Series, colour_class, line_chart, stacked_chart, track, value_range
@@ -47,26 +49,6 @@ HEALTH = (
 _CELL_AXES = ("mixture", "efforts")  # the tables under prompts: that name domains and efforts
 
 
-class Curves:
-    """The record as one series per metric."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None) -> None:
-        """Domains and efforts come in the order of the configuration: efforts go from the lowest to the highest."""
-        self.steps = [row["step"] for row in rows]
-        self._rows = [{**row["metrics"], **row["timing"]} for row in rows]
-        self.keys = list(dict.fromkeys(key for row in self._rows for key in row))
-        cells = {of[0] for key in self.keys if (of := split_cell_key(key))}
-        prompts = config["prompts"] if config else {"mixture": {}, "efforts": {}}
-        self.domains = list(dict.fromkeys([*prompts["mixture"], *sorted(c.domain for c in cells)]))
-        self.efforts = list(dict.fromkeys([*prompts["efforts"], *sorted(c.effort for c in cells)]))
-
-    def series(self, key: str, label: str, colour: int) -> Series:
-        return Series(key, label, colour, self.steps, self.values(key))
-
-    def values(self, key: str) -> list[float | None]:
-        return [row.get(key) for row in self._rows]
-
-
 def write_report(run_folder: Path) -> Path:
     """Write RUN/report.html and return its path. UserError when the folder is not that of a run."""
     rows, summary, config = read_record(run_folder), read_summary(run_folder), _read_config(run_folder)
@@ -78,6 +60,7 @@ def write_report(run_folder: Path) -> Path:
         *(_cell_section(curves, *section) for section in SECTIONS),
         _run_section(curves, "Optimisation", OPTIMISATION),
         _run_section(curves, "Health and speed", HEALTH),
+        balance_section(curves),
         f'<div class="pair">{_time_section(curves)}{_token_share(curves)}</div>',
         _configuration(summary, config),
     ]
@@ -156,7 +139,8 @@ def _cell_section(curves: Curves, title: str, name: str, run_key: str) -> str:
         for domain in curves.domains
     }
     overall = curves.series(run_key, "all cells", 7)
-    shared = value_range([overall, *(s for group in by_domain.values() for s in group)])
+    every = [overall, *(s for group in by_domain.values() for s in group)]
+    shared = value_range([v for s in every for v in s.values if v is not None])
     charts = [_figure("all cells", line_chart([overall], title, shared))]
     charts += [
         _figure(escape(domain), line_chart(group, f"{title}, {domain}", shared)) for domain, group in by_domain.items()

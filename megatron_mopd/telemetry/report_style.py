@@ -48,6 +48,9 @@ svg { display: block; width: 100%; height: auto; overflow: visible; }
   .track .teacher { stroke: var(--ink); stroke-width: 2.5; }
 .track .sft { fill: var(--card); stroke: var(--soft); stroke-width: 2; } .track .student { fill: currentColor; }
 .track .error { stroke: currentColor; stroke-width: 1.5; fill: none; }
+.balance { width: 100%; font-variant-numeric: tabular-nums; } .balance th { color: var(--soft); font-weight: 600; }
+  .balance td { border-top: 1px solid var(--rule); }
+.bars { width: 150px; color: var(--s0); } .bars path:not(.axis) { fill: currentColor; }
 pre { overflow-x: auto; font-size: 13px; line-height: 1.45; }
 details { margin-top: 8px; } summary { cursor: pointer; font-weight: 600; }
 """

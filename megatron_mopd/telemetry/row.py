@@ -28,6 +28,7 @@ def step_row(learner: StepMetrics, rollout: Mapping[str, Any] | None, seconds: M
         "train/learning_rate": learner.learning_rate,
         "train/tokens": float(learner.loss_tokens),
         "train/entropy": learner.mean("entropy"),
+        "train/logit_grad_norm": learner.logit_grad_norm,
         "perf/tokens_per_s": learner.num_tokens / seconds["step"],
         **{f"time/{name}_s": value for name, value in seconds.items()},
         **_cell_rows(learner, with_teacher=rollout is not None),
@@ -53,17 +54,19 @@ def _teacher_row(learner: StepMetrics) -> dict[str, float]:
 def _measured_means(metrics: StepMetrics | CellMetrics) -> dict[str, float]:
     """Means that are over fewer things than the trained tokens; without those of nothing."""
     named = {f"mismatch_quarter_{i}": mean for i, mean in enumerate(metrics.mismatch_quarters, start=1)}
+    named |= {f"reverse_kl_decile_{i}": mean for i, mean in enumerate(metrics.reverse_kl_deciles, start=1)}
     named["route_agreement"] = metrics.route_agreement
     return {name: mean.value for name, mean in named.items() if mean.count}
 
 
 def _cell_rows(learner: StepMetrics, with_teacher: bool) -> dict[str, float]:
-    row: dict[str, float] = {}
+    row = _share_rows(learner, with_teacher)
     for cell, metrics in learner.cells.items():
         row[cell_key(cell, "tokens")] = float(metrics.tokens)
-        row[cell_key(cell, "token_share")] = metrics.tokens / max(1, learner.loss_tokens)
+        row[cell_key(cell, "weight")] = metrics.weight
         if metrics.tokens:
             row[cell_key(cell, "entropy")] = metrics.entropy
+            row[cell_key(cell, "logit_grad_norm")] = metrics.logit_grad_norm
         if metrics.tokens and with_teacher:
             row[cell_key(cell, "reverse_kl")] = metrics.reverse_kl
             row[cell_key(cell, "clip_fraction")] = metrics.clip_fraction
@@ -72,6 +75,23 @@ def _cell_rows(learner: StepMetrics, with_teacher: bool) -> dict[str, float]:
             row[cell_key(cell, "mismatch_kl")] = metrics.mismatch_kl
             row |= {cell_key(cell, name): value for name, value in _measured_means(metrics).items()}
     return row
+
+
+def _share_rows(learner: StepMetrics, with_teacher: bool) -> dict[str, float]:
+    """What each cell has of the batch; without the shares of what the batch has nothing of."""
+    amounts = {
+        "prompt_share": [float(c.trajectories) for c in learner.cells.values()],
+        "token_share": [float(c.tokens) for c in learner.cells.values()],
+        "grad_share": [c.logit_grad_norm**2 for c in learner.cells.values()],
+    }
+    if with_teacher:
+        amounts["clipped_share"] = [c.clip_fraction * c.tokens for c in learner.cells.values()]
+    return {
+        cell_key(cell, name): amount / sum(of_cells)
+        for name, of_cells in amounts.items()
+        for cell, amount in zip(learner.cells, of_cells, strict=True)
+        if sum(of_cells)
+    }
 
 
 def _rollout_row(rollout: Mapping[str, Any]) -> dict[str, float]:

@@ -54,7 +54,7 @@ class Axes:
 def line_chart(series: Sequence[Series], title: str, y_range: tuple[float, float] | None = None) -> str:
     """Lines over steps; `y_range` lets neighbouring charts share an axis (see `value_range`)."""
     thinned = [_thin(s) for s in series]
-    axes = _axes(thinned, y_range or value_range(thinned))
+    axes = _axes(thinned, y_range or value_range([v for s in thinned for v in s.values if v is not None]))
     lines = [
         f'<path class="line {s.css_class}" data-series="{escape(s.metric)}" d="{_line_path(s, axes)}">'
         f"<title>{escape(_last_value(s))}</title></path>"
@@ -98,9 +98,25 @@ def track(sft: float, student: float, teacher: float, student_stderr: float, lev
     )
 
 
-def value_range(series: Sequence[Series]) -> tuple[float, float]:
+def bars(values: Sequence[float | None], title: str, y_range: tuple[float, float]) -> str:
+    """One small bar from 0 per value, none for None; `y_range` holds 0 and is that of all charts beside it."""
+    low, high = y_range
+    zero, scale = 2 + 24 * high / (high - low), 24 / (high - low)
+    drawn = [
+        f'<path d="M{12 * i + 2} {zero:.1f}V{zero - scale * v:.1f}H{12 * i + 11}V{zero:.1f}Z">'
+        f"<title>{i + 1}: {v:.4g}</title></path>"
+        for i, v in enumerate(values)
+        if v is not None
+    ]
+    width = 12 * len(values) + 1
+    return (
+        f'<svg class="bars" viewBox="0 0 {width} 28" role="img" aria-label="{escape(title)}">'
+        f'<path class="axis" d="M0 {zero:.1f}H{width}"/>{"".join(drawn)}</svg>'
+    )
+
+
+def value_range(values: Sequence[float]) -> tuple[float, float]:
     """A y-axis for all of them, from tick to tick, that holds 0."""
-    values = [v for s in series for v in s.values if v is not None]
     return _round_range(min(0.0, *values, 0.0), max(0.0, *values, 0.0))
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tiny import LAYOUTS, VOCAB_SIZE, write_checkpoint
 
 from megatron_mopd.config import Config
-from megatron_mopd.types import Batch, StepMetrics
+from megatron_mopd.types import Batch, Cell, StepMetrics
 
 PLAIN = {"use_distributed_optimizer": False, "clip_grad": 0.0}
 LAYOUTS = {name: layout for name, layout in LAYOUTS.items() if name not in ("single", "ETP2", "TP4")} | {
@@ -118,6 +118,21 @@ def test_token_normalisation_is_invariant_too(ranks: Pools, model: Path, single:
     assert want.metrics.loss != pytest.approx(single.metrics.loss, rel=1e-3), "the two normalisations differ"
 
 
+@pytest.mark.parametrize("layout", ["DP2", "TP2xPP2", "CP2"])
+def test_weights_of_domains_are_invariant_too(
+    layout: str, ranks: Pools, model: Path, single: Outcome, tmp_path: Path
+) -> None:
+    """The factors are those of the whole batch, wherever its rows go."""
+    batch = dataclasses.replace(batch_of(), cells=(CELLS[0], Cell("tax", "max"), CELLS[2]))
+    objective = {"domain_weights": {"law": 3.0}, "domain_balance": "inverse_deviation"}
+    want = run(ranks, 1, config_of(model, PLAIN, objective=objective), batch, tmp_path / "one")
+    assert want.metrics.cells[batch.cells[0]].weight > 1 > want.metrics.cells[batch.cells[1]].weight
+    assert want.metrics.loss != pytest.approx(single.metrics.loss, rel=1e-3)
+    size, megatron = LAYOUTS[layout]
+    config = config_of(model, {**PLAIN, **megatron}, objective=objective, learner={"micro_batch_tokens": 40})
+    assert_same(run(ranks, size, config, batch, tmp_path / "two"), want)
+
+
 ALL_BALANCING_LOSSES = {
     "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
     "moe_aux_loss_coeff": [0.1, 0.1],
@@ -169,21 +184,28 @@ def test_the_distributed_optimizer_updates_like_the_plain_one(
 
 
 def test_loss_and_gradients_are_those_of_eq15_on_transformers(model: Path, single: Outcome, tmp_path: Path) -> None:
-    """Float64 autograd through another implementation of the model, row by row."""
+    """Float64 autograd through another implementation of the model, row by row; also with respect to the logits."""
     from transformers import Qwen3MoeForCausalLM
 
     batch = batch_of()
     reference = Qwen3MoeForCausalLM.from_pretrained(model, experts_implementation="eager").double()
     loss = torch.zeros((), dtype=torch.float64)
+    logits: dict[Cell, list[torch.Tensor]] = {}
     for row in range(len(batch)):
         one = batch.select([row])
         if one.loss_mask[1:].any():
             ids = torch.from_numpy(one.token_ids).long()
-            logprobs_T = reference(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            logits_TV = reference(ids[None]).logits[0, :-1]
+            logits_TV.retain_grad()
+            logits.setdefault(CELLS[one.cell[0]], []).append(logits_TV)
+            logprobs_T = logits_TV.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             reward_T = (torch.from_numpy(one.teacher_logprobs[1:]) - logprobs_T.detach()).clamp(-5, 5)
             mask_T = torch.from_numpy(one.loss_mask[1:])
             loss = loss - (reward_T * logprobs_T)[mask_T].mean() / len(batch)
     loss.backward()
+    for cell, parts in logits.items():
+        norm = torch.cat([part.grad for part in parts if part.grad is not None]).norm()
+        assert single.metrics.cells[cell].logit_grad_norm == pytest.approx(norm.item(), rel=1e-5)
     with torch.no_grad():
         for parameter in reference.parameters():
             assert parameter.grad is not None

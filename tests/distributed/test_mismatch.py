@@ -1,4 +1,6 @@
-"""What a step reports of the mismatch between trainer and rollout equals its definition, at every layout."""
+"""What a step reports of tokens by their position, the mismatch of trainer and rollout and the reverse KL, equals its
+definition, at every layout.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from ranks import Pools
 from tiny import LAYOUTS, write_checkpoint
 
 from megatron_mopd.config import Config
-from megatron_mopd.types import Batch, StepMetrics
+from megatron_mopd.types import Batch, Mean, StepMetrics
 
 LAYOUTS = {name: LAYOUTS[name] for name in ("single", "DP2", "TP2xPP2", "CP2")}
 
@@ -42,7 +44,8 @@ def test_a_step_reports_the_mismatch_as_defined(layout: str, scale: float, ranks
     own = ranks(size)(measure, config, batch)[0][0]
     noise = np.random.default_rng(0).normal(0.1, 1.0, len(own)) * scale
     batch = dataclasses.replace(batch, rollout_logprobs=(own + noise).astype(np.float32))
-    trained, quarter, cell_of = trained_quarter_and_cell(batch)
+    trained, bucket, cell_of = trained_bucket_and_cell(batch)
+    reverse_kl = own.astype(np.float64) - batch.teacher_logprobs
     d = batch.rollout_logprobs.astype(np.float64) - own
     kl = np.exp(-d) - 1 + d
     for logprobs, metrics in ranks(size)(measure, config, batch):
@@ -52,21 +55,26 @@ def test_a_step_reports_the_mismatch_as_defined(layout: str, scale: float, ranks
             assert of_cell.mismatch == pytest.approx(np.abs(d[here]).mean(), rel=1e-3)
             assert of_cell.mismatch_kl == pytest.approx(kl[here].mean(), rel=1e-2)
             for i, mean in enumerate(of_cell.mismatch_quarters):
-                there = here & (quarter == i)
+                there = here & (bucket // 5 == i)
                 assert mean.count == there.sum()
                 assert mean.value == pytest.approx(np.abs(d[there]).mean(), rel=1e-3)
+            for i, mean in enumerate(of_cell.reverse_kl_deciles):
+                there = here & (bucket // 2 == i)
+                assert mean.count == there.sum()
+                assert mean.value * mean.count == pytest.approx(reverse_kl[there].sum(), rel=1e-5)
+            assert Mean.over(of_cell.reverse_kl_deciles) == (pytest.approx(of_cell.reverse_kl, rel=1e-12), here.sum())
             assert of_cell.route_agreement.count == 0
         assert metrics.mean("mismatch_kl") == pytest.approx(kl[trained].mean(), rel=1e-2)
         assert sum(m.count for m in metrics.mismatch_quarters) == trained.sum()
 
 
-def trained_quarter_and_cell(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def trained_bucket_and_cell(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     trained = batch.loss_mask.copy()
-    quarter, cell = np.full(len(trained), -1), np.zeros(len(trained), int)
+    bucket, cell = np.full(len(trained), -1), np.zeros(len(trained), int)
     for row in range(len(batch)):
         where = np.arange(batch.offsets[row], batch.offsets[row + 1])
         trained[where[:1]] = False
         mine = where[trained[where]]
-        quarter[mine] = [4 * i // len(mine) for i in range(len(mine))]
+        bucket[mine] = [20 * i // len(mine) for i in range(len(mine))]
         cell[where] = batch.cell[row]
-    return trained, quarter, cell
+    return trained, bucket, cell

@@ -20,7 +20,7 @@ from megatron_mopd.telemetry.report import SECTIONS, write_report
 from megatron_mopd.telemetry.row import step_row
 from megatron_mopd.telemetry.summary import print_summary, write_summary
 from megatron_mopd.telemetry.svg import MAX_POINTS, Series, line_chart
-from megatron_mopd.types import Cell, CellMetrics, StepMetrics
+from megatron_mopd.types import NOTHING, Cell, CellMetrics, Mean, StepMetrics
 
 DOMAINS, EFFORTS = ("general", "agents", "coding"), ("low", "high", "max")
 CELLS = [Cell(d, e) for d in DOMAINS for e in EFFORTS]
@@ -44,7 +44,18 @@ SCORES = {  # sft, teacher, student: seed 0 of the miniature
 def learner_metrics(step: int, steps: int = 60) -> StepMetrics:
     fade = math.exp(-4 * step / steps)
     cells = {
-        cell: CellMetrics(96, 500 + 90 * i, 0.1 + fade * (0.4 + 0.05 * i), 0.03 * fade, 0.5 + 0.1 * i, 1e-7, 4e-6, 0)
+        cell: CellMetrics(
+            96,
+            500 + 90 * i,
+            0.1 + fade * (0.4 + 0.05 * i),
+            0.03 * fade,
+            0.5 + 0.1 * i,
+            1e-7,
+            4e-6,
+            0,
+            reverse_kl_deciles=(Mean(-0.01, 50), *(Mean(fade * j / 9, 50) for j in range(1, 9)), NOTHING),
+            logit_grad_norm=0.1 + 0.02 * i,
+        )
         for i, cell in enumerate(CELLS)
     }
     return StepMetrics(step, -0.3 * fade, 0.8 + fade, 4e-3 * min(1, step / 3), 21000, 2, cells)
@@ -189,6 +200,22 @@ def test_report_draws_every_series_and_needs_nothing_beside_it(tmp_path: Path) -
     assert "script" not in page.tags
     assert not re.search(r"https?:|url\(|@import", text)
     assert text.count('class="track"') == 9
+
+
+def test_report_shows_the_balance_of_each_cell(tmp_path: Path) -> None:
+    """The shares of the last steps; nine bars, where the last tenth has no token."""
+    text = write_report(record_run(tmp_path / "run")).read_text()
+    squares = [(0.1 + 0.02 * i) ** 2 for i in range(9)]
+    charts = re.findall(r'<svg class="bars".*?</svg>', text)
+    assert len(charts) == 9
+    assert all(chart.count("<title>") == 9 and "<title>1: -0.01</title>" in chart for chart in charts)
+    for i, cell in enumerate(CELLS):
+        row = re.search(rf"<tr><th>{cell}</th>(.*?)<td><svg", text)
+        assert row, cell
+        want = [1 / 9, (500 + 90 * i) / sum(500 + 90 * j for j in range(9)), None, squares[i] / sum(squares)]
+        shares = [float(x) / 100 for x in re.findall(r"<td>([\d.]+)%</td>", row[1])]
+        assert [shares[0], shares[1], shares[3]] == pytest.approx([want[0], want[1], want[3]], abs=6e-4)
+        assert "<td>1.00</td>" in row[1]
 
 
 def test_report_keeps_secrets_of_the_configuration_out(tmp_path: Path) -> None:

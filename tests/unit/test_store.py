@@ -35,6 +35,7 @@ def test_any_rows_read_back_equal_the_batch_in_memory(written, rows):
     assert stored.cells == batch.cells
     np.testing.assert_array_equal(stored.lengths, batch.lengths)
     np.testing.assert_array_equal(stored.loss_tokens, batch.loss_tokens)
+    np.testing.assert_array_equal(stored.advantage_sums, batch.advantage_sums)
     got, want = stored.select(rows), batch.select(rows)
     for name in (*TOKEN_COLUMNS, "offsets", "cell"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))

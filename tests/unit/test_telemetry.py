@@ -44,6 +44,8 @@ def learner_metrics(step: int) -> StepMetrics:
     quarters = tuple(Mean(1e-7 * i, 10) for i in range(3)), (Mean(8e-7, 2), *(NOTHING,) * 2, Mean(6e-7, 8))
     low = CellMetrics(3, 30, 0.4 / step, 0.1, 0.9, 1e-7, 3e-7, 1, 2e-9, (*quarters[0], NOTHING), Mean(0.9, 300))
     high = CellMetrics(1, 10, 0.8 / step, 0.3, 1.7, 5e-7, 9e-7, 0, 6e-9, quarters[1], Mean(0.5, 100))
+    low = replace(low, logit_grad_norm=0.6, weight=1.25, reverse_kl_deciles=(Mean(0.4 / step, 3),) * 10)
+    high = replace(high, logit_grad_norm=0.8, weight=0.5, reverse_kl_deciles=(Mean(1.6 / step, 5), *(NOTHING,) * 9))
     return StepMetrics(step, -0.1 / 3, 0.7, 4e-3, 200, 2, dict(zip(CELLS, (low, high), strict=True)))
 
 
@@ -103,10 +105,29 @@ class TestRow:
         assert row["cell/general/low/route_agreement"] == 0.9
         assert row["train/masked_tokens"] == 1
         assert row["rollout/spent_tokens"] == pytest.approx((3 * 2 + 8) / 4)
-        assert row["cell/general/low/token_share"] == 0.75
+        assert row["train/reverse_kl_decile_1"] == pytest.approx((3 * 0.4 + 5 * 1.6) / 8)
+        assert row["train/reverse_kl_decile_2"] == pytest.approx(0.4)
+        assert row["train/logit_grad_norm"] == pytest.approx(1.0)
         assert row["cell/general/max/reward_within_budget"] == 0.0
         assert row["perf/tokens_per_s"] == 200
         assert row["time/sample_s"] == 0.4
+
+    def test_shares_of_the_cells_sum_to_one(self) -> None:
+        row = row_of(1)
+        want = {"prompt_share": 3 / 4, "token_share": 30 / 40, "clipped_share": 3 / 6, "grad_share": 0.36}
+        for name, share in want.items():
+            assert row[f"cell/general/low/{name}"] == pytest.approx(share)
+            assert row[f"cell/general/low/{name}"] + row[f"cell/general/max/{name}"] == pytest.approx(1)
+        assert row["cell/general/low/weight"] == 1.25
+        one = replace(learner_metrics(1), cells={CELLS[0]: learner_metrics(1).cells[CELLS[0]]})
+        alone = step_row(one, rollout_metrics(), SECONDS)
+        assert [alone[f"cell/general/low/{name}"] for name in want] == [1.0] * 4
+
+    def test_what_the_batch_has_nothing_of_has_no_shares(self) -> None:
+        cells = {c: replace(m, clip_fraction=0.0, logit_grad_norm=0.0) for c, m in learner_metrics(1).cells.items()}
+        row = step_row(replace(learner_metrics(1), cells=cells), rollout_metrics(), SECONDS)
+        assert not [key for key in row if key.endswith(("clipped_share", "grad_share"))]
+        assert row["train/logit_grad_norm"] == 0
 
     def test_row_does_not_depend_on_the_order_in_which_the_driver_met_the_cells(self) -> None:
         rollout = rollout_metrics()
@@ -121,6 +142,8 @@ class TestRow:
         assert not [key for key in row if key.startswith(("cell/general/max/reverse_kl", "cell/general/max/mismatch"))]
         assert "cell/general/max/route_agreement" not in row
         assert "cell/general/low/mismatch_quarter_4" not in row
+        assert "cell/general/low/reverse_kl_decile_10" in row
+        assert "cell/general/max/reverse_kl_decile_2" not in row_of(1)
         demonstrations = step_row(full, None, SECONDS)
         assert "train/loss" in demonstrations
         assert not [key for key in demonstrations if "reverse_kl" in key or key.startswith("rollout/")]
