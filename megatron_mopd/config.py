@@ -61,6 +61,9 @@ class Teacher(Table):
     effort: str
     checkpoint: Path
     """Hugging Face folder."""
+    megatron_checkpoint: Path | None = None
+    """Megatron distributed checkpoint with the weights (RUN/checkpoints/step_...), for backend megatron; `checkpoint`
+    then gives config and tokenizer."""
     backend: Backend | None = None
     """Where it is served; null: teachers.backend."""
 
@@ -203,7 +206,7 @@ class Service(Table):
     """Beyond it requests are refused with 429 until others are done."""
     resident_teachers: Count | None = None
     """Teachers whose weights stay on the device, the least recently used leave first; null: all."""
-    offloaded_teachers: Count | None = None
+    offloaded_teachers: Annotated[int, Field(ge=0)] | None = None
     """Teachers whose weights stay in host memory besides; null: all others. What is in neither is read again."""
     start_timeout_s: Seconds = 900.0
 
@@ -293,11 +296,6 @@ def check_domains(config: Config) -> None:
                 f"objective.domain_weights.{domain}: no such domain in prompts.mixture, which has "
                 f"{', '.join(config.prompts.mixture)}; correct or remove it"
             )
-    if config.objective.domain_balance != "none" and config.objective.name == "sft":
-        raise UserError(
-            f"objective.domain_balance={config.objective.domain_balance} goes by the teachers' advantages, and "
-            "objective.name=sft has no teachers; set objective.domain_balance=none"
-        )
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

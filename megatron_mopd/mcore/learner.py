@@ -15,11 +15,9 @@ Shape suffixes: T packed tokens of a micro-batch on this context-parallel rank, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +28,8 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore import device, weights
 from megatron_mopd.mcore.balancing import BalancedRouter
-from megatron_mopd.mcore.collectives import from_last_stage, sum_over_data
 from megatron_mopd.mcore.families import family_of
+from megatron_mopd.mcore.forward import LossFunction, collect_logprobs, keep_logprobs, run_schedule
 from megatron_mopd.mcore.head import LogprobHead
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.metrics import cell_metrics, micro_batch_sums, reduce_sums, total_loss
@@ -47,10 +45,6 @@ from megatron_mopd.types import StepMetrics
 
 # isort: split
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.core.pipeline_parallel import get_forward_backward_func
-
-# From a micro-batch and the head's output [1, T, 3] to what Megatron's schedule takes: loss, token count, what to keep.
-LossFunction = Callable[[DeviceMicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Learner:
@@ -125,14 +119,8 @@ class Learner:
     @torch.no_grad()
     def logprobs(self, batch: Rows) -> np.ndarray:
         """Student log-prob of every token [N] float32 on every rank, 0 for the first of a row. Changes nothing."""
-        mine, parts = self._evaluate(batch)
-        logprobs_N = torch.zeros(int(batch.lengths.sum()), device=device.DEVICE)
-        for micro, logprobs_T in zip(mine if parts else [], parts, strict=True):
-            real_T = micro.token_T >= 0
-            logprobs_N[micro.token_T[real_T]] = logprobs_T[real_T]
-        sum_over_data(logprobs_N)  # each token has one owner
-        from_last_stage(logprobs_N)
-        return logprobs_N.cpu().numpy()
+        mine, kept = self._evaluate(batch)
+        return collect_logprobs(mine, kept, int(batch.lengths.sum())).cpu().numpy()
 
     @torch.no_grad()
     def routes(self, batch: Rows) -> np.ndarray:
@@ -160,7 +148,7 @@ class Learner:
         mine, _ = self._micro_batches(batch, np.zeros(len(batch), np.float32))
         for chunk in self.chunks:
             chunk.eval()
-        parts = self._run(mine, _keep_logprobs, observer, forward_only=True)
+        parts = self._run(mine, keep_logprobs, observer, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
         return mine, parts
@@ -178,32 +166,10 @@ class Learner:
         forward_only: bool = False,
     ) -> list[Tensor]:
         """Megatron's schedule over the micro-batches; what `loss` keeps of each, on ranks of the last stage."""
-        kept = get_forward_backward_func()(
-            forward_step_func=partial(self._forward, loss, observer),
-            data_iterator=[iter(mine) for _ in self.chunks],
-            model=list[torch.nn.Module](self.chunks),
-            num_microbatches=len(mine),
-            seq_length=1,  # not read: shapes travel with the tensors
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        prepare = partial(self.replay.aim, observer=observer)
+        kept = run_schedule(self.chunks, mine, loss, forward_only=forward_only, prepare=prepare)
         self.replay.check_idle()
         return kept
-
-    def _forward(
-        self, loss: LossFunction, observer: Observer | None, mine: Iterator[DeviceMicroBatch], chunk: Any
-    ) -> tuple[Tensor, partial]:
-        micro = next(mine)
-        model = chunk.module.module if self.models[0].config.bf16 else chunk.module
-        self.replay.aim(model, micro, observer)
-        with model.output_layer.scoring(micro.target_T) if model.post_process else nullcontext():
-            output = chunk(
-                input_ids=micro.input_ids_T[None],
-                position_ids=micro.position_ids_T[None],
-                attention_mask=None,
-                packed_seq_params=micro.sequences,
-            )
-        return output, partial(loss, micro)
 
     def _loss(
         self, num_cells: int, num_packed: int, micro: DeviceMicroBatch, output: Tensor
@@ -229,8 +195,3 @@ class Learner:
                 f"the {what} of step {self.step + 1} is {value}; go on from the last checkpoint with a lower "
                 "megatron.lr, megatron.clip_grad or objective.r_max"
             )
-
-
-def _keep_logprobs(micro: DeviceMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logprobs_T = output[0, :, 0]
-    return logprobs_T.sum(), torch.tensor(len(micro.target_T), dtype=torch.int), logprobs_T

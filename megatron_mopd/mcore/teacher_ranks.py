@@ -1,0 +1,175 @@
+"""The Megatron teacher service on its ranks: log-probs of response tokens by a forward pass of one of several teachers.
+
+Layout and precision come from `service.megatron`, which may differ from the student's. Teachers choose their experts
+themselves (no router replay), and never change: there is no optimizer, no gradient and no training mode here.
+
+Promises (tests/distributed/test_teacher_ranks.py): one float32 log-prob per response token, equal to transformers to
+1e-5 in float32, at the sampling temperature over exactly the vocabulary (law 12), at every layout; a score does not
+depend on what was scored before or beside it; no byte of any weights changes (law 11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_mopd.config import Config, Teacher
+from megatron_mopd.errors import UserError
+from megatron_mopd.hf_folder import read_hf_config
+from megatron_mopd.mcore import device  # noqa: F401
+from megatron_mopd.mcore.families import family_of
+from megatron_mopd.mcore.forward import collect_logprobs, keep_logprobs, response_tokens, run_schedule
+from megatron_mopd.mcore.head import LogprobHead
+from megatron_mopd.mcore.layout import Layout
+from megatron_mopd.mcore.microbatch import micro_batches
+from megatron_mopd.mcore.model import build_model
+from megatron_mopd.mcore.teacher_weights import TeacherWeights
+from megatron_mopd.types import Batch, Cell
+
+# isort: split
+from megatron.core.fp8_utils import prepare_model_for_fp8_inference
+from megatron.core.transformer.module import Float16Module
+
+_CELL = Cell("", "")  # a batch has cells; a teacher's rows are of no particular one
+
+
+class TeacherRanks:
+    """All teachers whose backend is megatron, on this rank. Needs groups of the layout `service_layout(config)`.
+
+    Raises UserError for teachers that cannot share a model, and for bad files or options.
+    """
+
+    def __init__(self, config: Config) -> None:
+        table, teachers = config.service.megatron, config.teachers.on("megatron")
+        hf_config = common_config(teachers)
+        self.vocab_size = family_of(hf_config).architecture(hf_config).vocab_size
+        self._max_tokens = config.service.micro_batch_tokens
+        with _of_the_service():
+            _check_precision(table)
+            self.layout = Layout.from_table(table)
+            self.models = build_model(table, hf_config)
+        if self.models[-1].post_process:
+            LogprobHead.install(self.models[-1], self.vocab_size, config.rollout.temperature)
+        for model in self.models:
+            model.requires_grad_(False).eval()
+            if model.config.fp8:
+                prepare_model_for_fp8_inference(model)  # its products want multiples of 16 tokens
+        of_16_bits = self.models[0].config.bf16
+        self._chunks = [Float16Module(m.config, m).eval() if of_16_bits else m for m in self.models]
+        limits = config.service.resident_teachers, config.service.offloaded_teachers
+        self.weights = TeacherWeights(self.models, teachers, *limits)
+        self.weights.load_all()
+
+    @torch.no_grad()
+    def score(
+        self, teacher: str, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
+    ) -> list[np.ndarray] | None:
+        """Float32 log-probs, one per response token, on rank 0; None on the others. Collective, same arguments on all.
+
+        Raises UserError for rows that no teacher could score (on all ranks), for files that can not be read again (on
+        all), and for log-probs that are not finite (on rank 0).
+        """
+        batch = _batch(prompts, responses)
+        self._refuse_bad_tokens(teacher, batch, prompts, responses)
+        rank = dist.get_rank()
+        if not len(batch):
+            return None if rank else [np.zeros(0, np.float32) for _ in responses]
+        self.weights.switch_to(teacher)
+        weights = np.zeros(len(batch), np.float32)
+        mine, _ = micro_batches(batch, weights, self.layout, self._max_tokens, self.vocab_size, False)
+        kept = run_schedule(self._chunks, mine, keep_logprobs, forward_only=True, positions=response_tokens)
+        logprobs_N = collect_logprobs(mine, kept, len(batch.token_ids), response_tokens)
+        if rank:
+            return None
+        scored = logprobs_N.cpu().numpy()[batch.loss_mask]
+        rows = np.split(scored, np.cumsum([len(response) for response in responses])[:-1])
+        for i, row in enumerate(rows):
+            if not np.isfinite(row).all():
+                raise UserError(f"teacher {teacher} gives a log-prob that is not finite for row {i} of {len(rows)}")
+        return rows
+
+    def _refuse_bad_tokens(
+        self, teacher: str, batch: Batch, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
+    ) -> None:
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            if len(response) and not len(prompt):
+                raise UserError(f"teacher {teacher}, row {i}: an empty prompt leaves the first token without context")
+        bad = (batch.token_ids < 0) | (batch.token_ids >= self.vocab_size)
+        if bad.any():
+            raise UserError(f"teacher {teacher} has {self.vocab_size} tokens, and none of id {batch.token_ids[bad][0]}")
+
+
+def service_layout(config: Config) -> Layout:
+    """The layout of `service.megatron`. UserError where it does not fit the teachers or the processes."""
+    hf_config = common_config(config.teachers.on("megatron"))
+    with _of_the_service():
+        layout = Layout.from_table(config.service.megatron)
+        layout.check(hf_config, dist.get_world_size())
+    return layout
+
+
+def common_config(teachers: Sequence[Teacher]) -> Mapping[str, Any]:
+    """config.json of the teachers. UserError for none, and for two of different architectures."""
+    if not teachers:
+        raise UserError("no teacher has backend megatron; set teachers.backend=megatron, or the backend of some")
+    configs = {t.name: read_hf_config(t.checkpoint, f"teacher {t.name}") for t in teachers}
+    architectures = {name: family_of(config).architecture(config) for name, config in configs.items()}
+    first, *others = architectures
+    for other in others:
+        if architectures[other] != architectures[first]:
+            raise UserError(
+                f"teachers {first} and {other} are of different architectures, and a service serves one; set the "
+                "backend of one of the two to sglang or embedded, or serve it from a configuration of its own"
+            )
+    return configs[first]
+
+
+def max_tokens(folder: Path) -> int:
+    """Of a trajectory, prompt included, that a teacher was made for."""
+    hf_config = read_hf_config(folder)
+    return family_of(hf_config).architecture(hf_config).max_sequence_length
+
+
+def _check_precision(table: Mapping[str, Any]) -> None:
+    """UserError for options with which a score would depend on what was scored before."""
+    if table.get("fp8") and table.get("fp8_recipe", "delayed") == "delayed":
+        raise UserError(
+            "megatron.fp8 needs a fp8_recipe that scales by the values at hand (tensorwise, blockwise, mxfp8); the "
+            "default, delayed, scales by those of earlier batches"
+        )
+    for key in ("fp8_param", "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
+        if table.get(key) not in (None, False, "none"):
+            raise UserError(f"megatron.{key}={table[key]!r} does not go with teachers that take turns; remove it")
+
+
+@contextmanager
+def _of_the_service():
+    """Errors of the table say `megatron`, which is the student's."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"in service.megatron: {error}") from None
+
+
+def _batch(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Batch:
+    """The rows that have a response; the mask is on its tokens."""
+    rows = [row for pair in zip(prompts, responses, strict=True) if len(pair[1]) for row in pair]
+    lengths = np.array([len(row) for row in rows], np.int64)
+    token_ids = np.concatenate([*rows, np.zeros(0, np.int32)], dtype=np.int32)
+    total, zeros = len(token_ids), np.zeros(len(token_ids), np.float32)
+    return Batch(
+        offsets=np.concatenate([[0], np.cumsum(lengths.reshape(-1, 2).sum(1))]).astype(np.int64),
+        cell=np.zeros(len(rows) // 2, np.int32),
+        token_ids=token_ids,
+        loss_mask=np.repeat(np.arange(len(rows)) % 2 == 1, lengths),
+        rollout_logprobs=zeros,
+        teacher_logprobs=zeros,
+        weight_version=np.zeros(total, np.int32),
+        cells=(_CELL,),
+    )
