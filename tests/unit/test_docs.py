@@ -66,8 +66,8 @@ def test_every_make_target_exists() -> None:
 
 
 def test_every_mopd_command_exists() -> None:
-    known = set(re.findall(r"^    mopd ([a-z]+)", cli.__doc__ or "", re.MULTILINE))
-    named = {m[1] for c in commands() if (m := re.match(r"mopd ([a-z]+)", c))}
+    known = set(re.findall(r"^    mopd ([a-z-]+)", cli.__doc__ or "", re.MULTILINE))
+    named = {m[1] for c in commands() if (m := re.match(r"mopd ([a-z-]+)", c))}
     assert {"train", "preflight", "eval", "report"} <= named
     assert named <= known
 
