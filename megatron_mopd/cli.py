@@ -77,7 +77,13 @@ def _dispatch(words: list[str]) -> int | None:
     without_config = {"report": _report, "doctor": _doctor}
     if name in without_config:
         return without_config[name](rest)
-    commands = {"train": _train, "preflight": _preflight, "eval": _eval, "serve": _serve, "serve-teacher": _serve_teacher}
+    commands = {
+        "train": _train,
+        "preflight": _preflight,
+        "eval": _eval,
+        "serve": _serve,
+        "serve-teacher": _serve_teacher,
+    }
     if name not in commands:
         raise UserError(f"unknown command {name!r}; known: {', '.join([*commands, *without_config])}")
     config = read_config([word for word in rest if name != "preflight" or word != STATIC])
