@@ -1,11 +1,13 @@
 """The bodies of POST /score on the wire, in both directions: safetensors byte strings. See docs/teacher_service.md.
 
-    request   token_ids        uint16 (vocabularies of up to 65536 tokens) or int32, [N]: prompt, response, prompt, ...
-              prompt_lengths   int32 [n]
-              response_lengths int32 [n]
+    request   token_ids        integers [N]: prompt, response, prompt, ...
+              prompt_lengths   integers [n]
+              response_lengths integers [n]
               metadata         version, teacher, temperature, fingerprint
     reply     logprobs         float32 [sum of response_lengths]
               metadata         version, teacher, fingerprint, key
+
+Integers are uint16 where all of them fit (token ids: where the vocabulary has at most 65536 tokens), else int32.
 
 Promises (tests/unit/test_service_body.py): what is encoded is decoded to the same numbers; a body that is cut, foreign
 or inconsistent raises BadBody with the reason, and nothing else. Torch-free.
@@ -26,6 +28,7 @@ from safetensors.numpy import save
 
 VERSION = "1"
 SMALL_VOCABULARY = 1 << 16
+_INTEGERS = ("U16", "I32")
 _DTYPES = {"U16": np.dtype("<u2"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4")}
 
 
@@ -67,15 +70,20 @@ def encode_call(call: ScoreCall, vocab_size: int) -> bytes:
     assert 0 <= token_ids_N.min(initial=0) <= token_ids_N.max(initial=0) < vocab_size
     tensors = {
         "token_ids": token_ids_N.astype(np.uint16 if vocab_size <= SMALL_VOCABULARY else np.int32),
-        "prompt_lengths": np.array([len(p) for p in call.prompts], np.int32),
-        "response_lengths": np.array([len(r) for r in call.responses], np.int32),
+        "prompt_lengths": _lengths(call.prompts),
+        "response_lengths": _lengths(call.responses),
     }
     words = {"teacher": call.teacher, "temperature": repr(call.temperature), "fingerprint": call.fingerprint}
     return save(tensors, {"version": VERSION, **words})
 
 
+def _lengths(rows: Sequence[np.ndarray]) -> np.ndarray:
+    lengths_n = np.array([len(row) for row in rows], np.int32)
+    return lengths_n.astype(np.uint16) if lengths_n.max(initial=0) < 1 << 16 else lengths_n
+
+
 def decode_call(body: bytes) -> ScoreCall:
-    tensors, metadata = _read(body, {"token_ids": ("U16", "I32"), "prompt_lengths": "I32", "response_lengths": "I32"})
+    tensors, metadata = _read(body, dict.fromkeys(("token_ids", "prompt_lengths", "response_lengths"), _INTEGERS))
     _check_words(metadata, "teacher", "temperature", "fingerprint")
     prompts_n, responses_n = tensors["prompt_lengths"], tensors["response_lengths"]
     if len(prompts_n) != len(responses_n):
@@ -98,7 +106,7 @@ def encode_reply(reply: ScoreReply) -> bytes:
 
 
 def decode_reply(body: bytes) -> ScoreReply:
-    tensors, metadata = _read(body, {"logprobs": "F32"})
+    tensors, metadata = _read(body, {"logprobs": ("F32",)})
     _check_words(metadata, "teacher", "fingerprint", "key")
     return ScoreReply(metadata["teacher"], metadata["fingerprint"], metadata["key"], tensors["logprobs"])
 
@@ -108,7 +116,7 @@ def split(values: np.ndarray, lengths: Sequence[int] | np.ndarray) -> list[np.nd
     return np.split(values, np.cumsum(np.asarray(lengths, np.int64))[:-1]) if len(lengths) else []
 
 
-def _read(body: bytes, expected: Mapping[str, str | tuple[str, ...]]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def _read(body: bytes, expected: Mapping[str, Sequence[str]]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """The one-dimensional tensors of a safetensors byte string, and its metadata."""
     try:
         stored = dict(safetensors.deserialize(body))
@@ -123,7 +131,7 @@ def _read(body: bytes, expected: Mapping[str, str | tuple[str, ...]]) -> tuple[d
     for name, dtypes in expected.items():
         dtype, shape = stored[name]["dtype"], stored[name]["shape"]
         if dtype not in dtypes or len(shape) != 1:
-            raise BadBody(f"{name} is {dtype} {shape}; expected is one axis of {dtypes}")
+            raise BadBody(f"{name} is {dtype} {shape}; expected is one axis of {' or '.join(dtypes)}")
     return {name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]) for name, t in stored.items()}, metadata
 
 
