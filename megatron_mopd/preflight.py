@@ -24,7 +24,7 @@ from megatron_mopd.mcore.options import (
 )
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
-from megatron_mopd.resume import check_resume
+from megatron_mopd.resume import check_resume, read_facts
 from megatron_mopd.rollout.environments import check_options, load_factory
 from megatron_mopd.servers.wanted import check_servers, server_lines
 from megatron_mopd.teachers.identity import check_same_language
@@ -45,11 +45,7 @@ def preflight(config: Config, world_size: int) -> str:
     check_schedule(table, config.run.num_steps)
     Layout.from_table(config.megatron).check(hf_config, world_size)
     router = Router(config.teachers.models, config.prompts.cells)
-    padding = []
-    for i, teacher in enumerate(config.teachers.models):
-        key = f"teachers.models.{i} ({teacher.name})"
-        padding.append(check_same_language(config.student.checkpoint, teacher.checkpoint, key))
-        check_weight_files(teacher.checkpoint, key)
+    padding = check_teachers(config)
     for name, environment in config.environments.items():
         check_options(name, environment, load_factory(name, environment.factory))
     check_rollout(config, table, hf_config)
@@ -69,6 +65,24 @@ def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:
             f"{hf_config['vocab_size']}; use the tokenizer of this model"
         )
     check_weight_files(folder, "student.checkpoint")
+
+
+def check_teachers(config: Config) -> list[str]:
+    """Each speaks the student's language and its weights are whole; what to say of their padding rows."""
+    said = []
+    for i, teacher in enumerate(config.teachers.models):
+        key = f"teachers.models.{i} ({teacher.name})"
+        said.append(check_same_language(config.student.checkpoint, teacher.checkpoint, key))
+        check_weight_files(teacher.checkpoint, key)
+        if teacher.megatron_checkpoint is None:
+            continue
+        if (backend := teacher.backend or config.teachers.backend) != "megatron":
+            raise UserError(
+                f"{key}: the {backend} backend reads no megatron_checkpoint; set backend: megatron, or export its "
+                "weights to a Hugging Face folder"
+            )
+        read_facts(teacher.megatron_checkpoint)
+    return said
 
 
 def check_run_folder(folder: Path) -> None:

@@ -72,13 +72,14 @@ def check_same_language(student: Path, teacher: Path, key: str) -> str:
     Raises UserError for another token, naming the first one; for an output layer without a row for each token; for
     another chat template, naming the first line.
     """
+    student_rows = read_hf_config(student, "student.checkpoint")["vocab_size"]
+    rows = read_hf_config(teacher, key)["vocab_size"]
     ours, theirs = read_token_map(student, "student.checkpoint"), read_token_map(teacher, key)
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
             raise UserError(
                 f"{key}: another tokenizer: id {index} is {theirs.get(index)!r}, the student's is {ours.get(index)!r}"
             )
-    rows, student_rows = (read_hf_config(*of)["vocab_size"] for of in ((teacher, key), (student, "student.checkpoint")))
     if (num_tokens := max(theirs, default=-1) + 1) > rows:
         raise UserError(
             f"{key}: its tokenizer has ids up to {num_tokens - 1} ({theirs[num_tokens - 1]!r}), its vocab_size is "

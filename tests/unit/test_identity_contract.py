@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.mcore.layout import Layout
+from megatron_mopd.preflight import check_teachers
+from megatron_mopd.resume import facts, write_facts
 from megatron_mopd.teachers.identity import check_same_language, fingerprint
 
 TOKENS = ("a", "b", "c")
@@ -185,3 +189,27 @@ def test_another_template_is_refused_by_line(folder, tmp_path, template, reason)
 def test_a_template_that_ends_otherwise_is_the_same(folder, tmp_path):
     other = write(tmp_path / "other", template=TEMPLATE.replace("\n", "\r\n") + "\n")
     assert check_same_language(folder, other, "k") == ""
+
+
+def test_a_megatron_checkpoint_is_for_the_backend_that_reads_it_and_is_whole(folder, tmp_path):
+    (saved := tmp_path / "step_1").mkdir()
+    teacher = {"name": "t", "domain": "law", "effort": "low", "checkpoint": folder, "megatron_checkpoint": saved}
+
+    def config(backend):
+        return Config.model_validate(
+            {
+                "run": {"folder": "run", "num_steps": 1},
+                "student": {"checkpoint": folder},
+                "teachers": {"backend": backend, "models": [teacher]},
+                "prompts": {"files": [], "batch_size": 1, "mixture": {"law": 1}},
+                "environments": {},
+                "rollout": {"max_response_tokens": 5},
+            }
+        )
+
+    with pytest.raises(UserError, match=r"teachers.models.0 \(t\): the embedded backend reads no megatron_checkpoint"):
+        check_teachers(config("embedded"))
+    with pytest.raises(UserError, match="is not a checkpoint of this project"):
+        check_teachers(config("megatron"))
+    write_facts(saved, facts(1, Layout(), 1, True))
+    assert check_teachers(config("megatron")) == [""]
