@@ -217,7 +217,7 @@ class Objective(Table):
     """Bound on the teacher log-ratio of a token (eq. 15); null for none."""
     normalisation: Literal["sequence", "token"] = "sequence"
     """sequence: mean over trajectories of their mean over tokens. token: mean over all trained tokens of the batch."""
-    domain_weights: dict[str, PositiveFloat] | None = None
+    domain_weights: dict[str, PositiveFloat] = Field(default={})
     """Factors of the domains' trajectories in the loss, 1 for a domain without; only their ratios matter."""
     domain_balance: Literal["none", "inverse_deviation"] = "none"
     """inverse_deviation: a domain's factor falls with the standard deviation of its advantages, within [1/4, 4]."""
@@ -290,7 +290,7 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
 
 def check_domains(config: Config) -> None:
     """UserError where `objective.domain_weights` names a domain that is never drawn."""
-    for domain in config.objective.domain_weights or {}:
+    for domain in config.objective.domain_weights:
         if domain not in config.prompts.mixture:
             raise UserError(
                 f"objective.domain_weights.{domain}: no such domain in prompts.mixture, which has "

@@ -57,8 +57,7 @@ def _factors(batch: Rows, options: config.Objective) -> np.ndarray:
     """[C], before they are scaled."""
     domains = list(dict.fromkeys(cell.domain for cell in batch.cells))
     domain_C = np.array([domains.index(cell.domain) for cell in batch.cells])
-    static = options.domain_weights or {}
-    factors_D = np.array([static.get(domain, 1.0) for domain in domains])
+    factors_D = np.array([options.domain_weights.get(domain, 1.0) for domain in domains])
     if options.domain_balance == "inverse_deviation":
         sums_D3 = np.zeros((len(domains), 3))
         np.add.at(sums_D3, domain_C[batch.cell], batch.advantage_sums)

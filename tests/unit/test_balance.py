@@ -95,7 +95,7 @@ def test_the_tokens_of_a_batch_weigh_together_what_they_do_without_factors(norma
 def test_both_kinds_of_factors_multiply() -> None:
     batch, static = random_batch(), {"code": 3.0}
     (_, both), (_, measured) = (
-        factor_of(batch, domain_balance="inverse_deviation", domain_weights=given) for given in (static, None)
+        factor_of(batch, domain_balance="inverse_deviation", domain_weights=given) for given in (static, {})
     )
     assert both[2] / both[0] == pytest.approx(3 * measured[2] / measured[0])
 
