@@ -130,7 +130,14 @@ class TeacherServer:
                     f"{len(entries) - 1} log-probs for the {len(request.response_ids)} response tokens of trajectory "
                     f"{request.trajectory_id}; SGLang 0.5.23 or newer is needed",
                 )
-            scores.append(np.array([entry[0] for entry in entries[1:]], np.float32))  # null becomes NaN
+            logprobs = np.array([entry[0] for entry in entries[1:]], np.float32)  # null becomes NaN
+            if not np.isfinite(logprobs).all():
+                raise EndpointDown(
+                    self.url,
+                    f"non-finite log-probs for trajectory {request.trajectory_id}; if it stays so, use another "
+                    "checkpoint",
+                )
+            scores.append(logprobs)
         return scores
 
     async def _load(self, teacher: str) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.protocols import SampleRequest, ScoreRequest, TeacherScorer
+from megatron_mopd.protocols import EndpointDown, SampleRequest, ScoreRequest, TeacherScorer
 
 MakeScorer = Callable[..., TeacherScorer]
 
