@@ -10,6 +10,7 @@ Promise (tests/unit/test_fleet.py): a streamed message may be of any size and cu
 
 from __future__ import annotations
 
+import io
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -105,7 +106,7 @@ class Client:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(10.0, silence_s), sock_read=silence_s)
         try:
             async with self._open().request(
-                method, url + path, data=data, timeout=timeout, headers=headers
+                method, url + path, data=data and io.BytesIO(data), timeout=timeout, headers=headers
             ) as response:
                 if response.status != 200:
                     await _refuse(url, path, response)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,8 @@ def rows(count: int, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]
     """Prompts of 1 to 9 tokens, responses of 0 to 19."""
     rng = np.random.default_rng(seed)
     sizes = [(1 + i % 9, i % 20) for i in range(count)]
-    return tuple(
-        [rng.integers(0, VOCAB_SIZE, s).astype(np.int32) for s in column] for column in zip(*sizes, strict=True)
-    )  # type: ignore[return-value]
+    prompts, responses = ([rng.integers(0, VOCAB_SIZE, pair[i]).astype(np.int32) for pair in sizes] for i in (0, 1))
+    return prompts, responses
 
 
 async def until(condition: Any, within_s: float = 5.0) -> None:
@@ -112,10 +112,6 @@ async def send(
 ) -> tuple[int, Mapping[str, str], bytes]:
     """Status, headers and body of the answer to POST /score. `Idempotency_Key` is a header's name."""
     given = {name.replace("_", "-"): value for name, value in headers.items()}
-    options: dict[str, Any] = {"json": body} if isinstance(body, dict) else {"data": body}
+    options: dict[str, Any] = {"json": body} if isinstance(body, dict) else {"data": io.BytesIO(body)}
     async with session.post(f"{url}/score", headers=given, **options) as response:
         return response.status, response.headers, await response.read()
-
-
-def many(count: int) -> Sequence[str]:
-    return [f"t{i}" for i in range(count)]

@@ -7,7 +7,6 @@ body than before, 429 and 503 later or elsewhere (Retry-After), 500 the model.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -111,7 +110,7 @@ class Api:
             raise Refusal(400, f"the body is refused: {error}") from None
         check_call(call, self._served, self._temperature)
         key = request.headers.get("Idempotency-Key", "")
-        logprobs = await self._replies.logprobs(key, hashlib.blake2b(body).digest(), call)
+        logprobs = await self._replies.logprobs(key, call)
         fingerprint = self._served[call.teacher].fingerprint
         if in_json:
             rows = [[float(x) for x in row] for row in logprobs]

@@ -17,6 +17,7 @@ Shape suffixes: N tokens of all rows, n rows, R response tokens of all rows.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -46,9 +47,13 @@ class ScoreCall:
     temperature: float | None = None
     fingerprint: str | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.prompts)) + sum(map(len, self.responses))
+    def digest(self) -> bytes:
+        """A hash of what is asked. Not of the body: safetensors writes metadata in no particular order."""
+        words = [self.teacher, self.temperature, self.fingerprint, *map(len, self.prompts), *map(len, self.responses)]
+        hashed = hashlib.blake2b(json.dumps(words).encode(), digest_size=16)
+        for row in (*self.prompts, *self.responses):
+            hashed.update(row.astype("<i4", copy=False).tobytes())
+        return hashed.digest()
 
 
 @dataclass(frozen=True)

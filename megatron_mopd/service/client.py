@@ -1,7 +1,7 @@
 """The client of a teacher service: one service URL, any of the teachers that it serves.
 
-A batch is one binary POST. Its Idempotency-Key is a hash of the body, so that a batch that is sent again, after a reply
-was lost or came cut, is not scored again. Every reply is checked: version, key, teacher, number of log-probs, all of
+A batch is one binary POST. Its Idempotency-Key is a hash of what is asked, so that a batch that is sent again, after a
+reply was lost or came cut, is not scored again. Every reply is checked: version, key, teacher, number of log-probs, all of
 them finite, and the fingerprint, which is the one of this run's own checkpoint or the run ends.
 
 Promises (tests/unit/test_service_client.py): implements protocols.TeacherScorer; what is not a whole and right reply is
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,9 +73,9 @@ class ServiceClient:
         if not sum(lengths):
             return [np.zeros(0, np.float32) for _ in requests]
         call = ScoreCall(teacher, prompts, responses, self._temperature, str(identity))
-        body = encode_call(call, identity.vocab_size)
-        key = hashlib.blake2b(body, digest_size=16).hexdigest()
-        logprobs = self._checked(await self._post(body, key), key, teacher, identity, sum(lengths))
+        key = call.digest().hex()
+        body = await self._post(encode_call(call, identity.vocab_size), key)
+        logprobs = self._checked(body, key, teacher, identity, sum(lengths))
         return split(logprobs, lengths)
 
     async def close(self) -> None:

@@ -57,16 +57,20 @@ class Front:
         self._url: Future[str] = Future()
         self._closed: Future[asyncio.Event] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="front", daemon=True)
-        self._signalled, self._signals = socket.socketpair()
 
     def start(self) -> str:
         """Return the URL once the server answers. It hears the signals from here on."""
+        self._signalled, self._signals = socket.socketpair()
         self._signalled.setblocking(False)
         self._signals.setblocking(False)
         self._before = {number: signal.signal(number, _by_wakeup) for number in SIGNALS}
         self._wakeup_before = signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
         self._thread.start()
-        return self._url.result()
+        try:
+            return self._url.result()
+        except UserError:
+            self._ignore_signals()
+            raise
 
     def take(self, timeout_s: float) -> ScoreWork | None:
         """The next batch of work; None if nothing came in that time. The first call opens the service."""
@@ -86,12 +90,15 @@ class Front:
 
     def close(self) -> None:
         """Send the last replies and stop listening."""
-        signal.set_wakeup_fd(self._wakeup_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
         closed = self._closed.result()
         self._loop.call_soon_threadsafe(closed.set)
         self._thread.join()
+        self._ignore_signals()
+
+    def _ignore_signals(self) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         self._signalled.close()
         self._signals.close()
 

@@ -24,8 +24,8 @@ RETRY_AFTER_S = 1
 class _Entry:
     """One key: the work for it, and how many clients wait for that."""
 
-    def __init__(self, call: ScoreCall, digest: bytes):
-        self.digest, self.num_clients = digest, 0
+    def __init__(self, call: ScoreCall):
+        self.digest, self.num_clients = call.digest(), 0
         loop = asyncio.get_running_loop()
         self.logprobs: asyncio.Future[list[np.ndarray]] = loop.create_future()
         self.request = Request(
@@ -56,12 +56,12 @@ class Replies:
         self._queue, self._check_open = queue, check_open
         self._entries: dict[str, _Entry] = {}
 
-    async def logprobs(self, key: str, digest: bytes, call: ScoreCall) -> list[np.ndarray]:
-        """One array per row. `digest` is a hash of the body, which a repeated key must repeat."""
+    async def logprobs(self, key: str, call: ScoreCall) -> list[np.ndarray]:
+        """One array per row. An empty key is none."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._begin(key, digest, call)
-        elif entry.digest != digest:
+            entry = self._begin(key, call)
+        elif entry.digest != call.digest():
             raise Refusal(409, f"Idempotency-Key {key} came before with another body; use a key per body")
         entry.num_clients += 1
         try:
@@ -71,9 +71,9 @@ class Replies:
             if not entry.num_clients and not entry.logprobs.done() and self._queue.withdraw(entry.request):
                 self._forget(key, entry)
 
-    def _begin(self, key: str, digest: bytes, call: ScoreCall) -> _Entry:
+    def _begin(self, key: str, call: ScoreCall) -> _Entry:
         self._check_open()
-        entry = _Entry(call, digest)
+        entry = _Entry(call)
         try:
             self._queue.add(entry.request)
         except QueueFull:
