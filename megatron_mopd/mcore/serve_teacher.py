@@ -59,15 +59,21 @@ def serve(config: Config) -> None:
 
 def start_front(config: Config) -> Front:
     """It answers at once that the service is starting, and takes work once the loop runs."""
-    from megatron_mopd.service.front import Front, Served
+    from megatron_mopd.service.front import Front
 
-    served: dict[str, Served] = {}
+    front = Front(config, what_is_served(config))
+    print(f"teacher service at {front.start()}", flush=True)
+    return front
+
+
+def what_is_served(config: Config) -> dict[str, Served]:
+    from megatron_mopd.service.front import Served
+
+    served = {}
     for teacher in config.teachers.on("megatron"):
         identity = fingerprint(teacher.checkpoint, teacher.megatron_checkpoint, f"teacher {teacher.name}")
         served[teacher.name] = Served(str(identity), identity.vocab_size, max_tokens(teacher.checkpoint))
-    front = Front(config, served)
-    print(f"teacher service at {front.start()}: {', '.join(served)}", flush=True)
-    return front
+    return served
 
 
 def answer_until_drained(front: Front | None, ranks: TeacherRanks, names: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_mopd.config import Config, Teacher
 from megatron_mopd.errors import UserError
@@ -27,7 +28,7 @@ from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.forward import collect_logprobs, keep_logprobs, response_tokens, run_schedule
 from megatron_mopd.mcore.head import LogprobHead
 from megatron_mopd.mcore.layout import Layout
-from megatron_mopd.mcore.microbatch import micro_batches
+from megatron_mopd.mcore.microbatch import DeviceMicroBatch, micro_batches
 from megatron_mopd.mcore.model import build_model
 from megatron_mopd.mcore.teacher_weights import TeacherWeights
 from megatron_mopd.types import Batch, Cell
@@ -61,7 +62,7 @@ class TeacherRanks:
             if model.config.fp8:
                 prepare_model_for_fp8_inference(model)  # its products want multiples of 16 tokens
         of_16_bits = self.models[0].config.bf16
-        self._chunks = [Float16Module(m.config, m).eval() if of_16_bits else m for m in self.models]
+        self.chunks = [Float16Module(m.config, m).eval() if of_16_bits else m for m in self.models]
         limits = config.service.resident_teachers, config.service.offloaded_teachers
         self.weights = TeacherWeights(self.models, teachers, *limits)
         self.weights.load_all()
@@ -75,15 +76,14 @@ class TeacherRanks:
         Raises UserError for rows that no teacher could score (on all ranks), for files that can not be read again (on
         all), and for log-probs that are not finite (on rank 0).
         """
-        batch = _batch(prompts, responses)
+        batch = batch_of(prompts, responses)
         self._refuse_bad_tokens(teacher, batch, prompts, responses)
         rank = dist.get_rank()
         if not len(batch):
             return None if rank else [np.zeros(0, np.float32) for _ in responses]
         self.weights.switch_to(teacher)
-        weights = np.zeros(len(batch), np.float32)
-        mine, _ = micro_batches(batch, weights, self.layout, self._max_tokens, self.vocab_size, False)
-        kept = run_schedule(self._chunks, mine, keep_logprobs, forward_only=True, positions=response_tokens)
+        mine = self.pack(batch)
+        kept = self.forward(mine)
         logprobs_N = collect_logprobs(mine, kept, len(batch.token_ids), response_tokens)
         if rank:
             return None
@@ -93,6 +93,16 @@ class TeacherRanks:
             if not np.isfinite(row).all():
                 raise UserError(f"teacher {teacher} gives a log-prob that is not finite for row {i} of {len(rows)}")
         return rows
+
+    def pack(self, batch: Batch) -> list[DeviceMicroBatch]:
+        """The micro-batches of this rank."""
+        weights = np.zeros(len(batch), np.float32)
+        return micro_batches(batch, weights, self.layout, self._max_tokens, self.vocab_size, False)[0]
+
+    @torch.no_grad()
+    def forward(self, mine: Sequence[DeviceMicroBatch]) -> list[Tensor]:
+        """The log-probs of the responses of each micro-batch, on ranks of the last stage. Collective."""
+        return run_schedule(self.chunks, mine, keep_logprobs, forward_only=True, positions=response_tokens)
 
     def _refuse_bad_tokens(
         self, teacher: str, batch: Batch, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
@@ -157,7 +167,7 @@ def _of_the_service():
         raise UserError(f"in service.megatron: {error}") from None
 
 
-def _batch(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Batch:
+def batch_of(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Batch:
     """The rows that have a response; the mask is on its tokens."""
     rows = [row for pair in zip(prompts, responses, strict=True) if len(pair[1]) for row in pair]
     lengths = np.array([len(row) for row in rows], np.int64)
