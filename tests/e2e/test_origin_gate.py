@@ -1,4 +1,4 @@
-"""The same-origin gate where users meet it: `mopd preflight`."""
+"""The same-origin gate where users meet it: `mopd preflight`, and the first batch of `mopd train`."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ def test_preflight_refuses_a_teacher_of_another_origin_with_what_it_measured(mop
     refusal = result.stderr.strip().splitlines()[-1]
     assert f"per token above teachers.max_initial_kl=0.3: teacher coding-max {foreign} ± " in refusal
     assert not (tmp_path / "run").exists()
+
+
+def test_train_refuses_it_before_the_first_update(mopd, tmp_path):
+    result = mopd("train", f"run.folder={tmp_path}/run", "teachers.max_initial_kl=0.3")
+    assert result.returncode == 2, result
+    refusal = result.stderr.strip().splitlines()[-1]
+    assert "per token above teachers.max_initial_kl=0.3: teacher general-low " in refusal
+    assert not list((tmp_path / "run" / "trajectories").glob("step_*/batch.safetensors"))
