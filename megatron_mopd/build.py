@@ -23,7 +23,9 @@ from megatron_mopd.rollout.environments import load_environments
 from megatron_mopd.rollout.sampler import Sampling
 from megatron_mopd.run_lock import locked
 from megatron_mopd.store import TrajectoryStore
-from megatron_mopd.types import Cell, StepMetrics
+from megatron_mopd.telemetry import trace
+from megatron_mopd.telemetry.trace import NO_TRACE, Trace
+from megatron_mopd.types import StepMetrics
 
 if TYPE_CHECKING:
     from megatron_mopd.mcore.learner import Learner
@@ -56,6 +58,7 @@ class TrainerParts:
     store: TrajectoryStore
     driver: DriverProcess | None
     log: RunLog | None
+    trace: Trace
 
     @property
     def is_rank_zero(self) -> bool:
@@ -96,11 +99,12 @@ def trainer_parts(config: Config) -> Iterator[TrainerParts]:
         parallel.init_distributed(config.run.timeout_s)
         stack.callback(parallel.shutdown)
         parallel.initialize_parallel(Layout.from_table(config.megatron), config.run.seed)
-        driver = log = None
+        driver, log, trainer_trace = None, None, NO_TRACE
         if rank() == 0:
             stack.enter_context(locked(config.run.folder))
             replace_file(config.run.folder / "config.yaml", config.dump())
             stack.enter_context(servers(config))
+            trainer_trace = trace_of(config, "trainer")
             driver = DriverProcess(config.run.folder, config.launch.max_driver_restarts, config.run.timeout_s)
             stack.callback(driver.close)
         learner = Learner(config)
@@ -112,7 +116,7 @@ def trainer_parts(config: Config) -> Iterator[TrainerParts]:
             log = stack.enter_context(RunLog(config, next_step=learner.step + 1))
         to_engine = publisher(config)
         stack.callback(to_engine.close)
-        yield TrainerParts(config, learner, to_engine, store, driver, log)
+        yield TrainerParts(config, learner, to_engine, store, driver, log, trainer_trace)
 
 
 def publisher(config: Config) -> Publisher:
@@ -139,6 +143,10 @@ def serve(config: Config) -> int:
     return keeper.serve(config)
 
 
+def trace_of(config: Config, process: str) -> Trace:
+    return Trace(config.run.folder / trace.FILE, process) if config.telemetry.trace else NO_TRACE
+
+
 def checkpoints_folder(config: Config) -> Path:
     return config.run.folder / "checkpoints"
 
@@ -147,13 +155,14 @@ def checkpoints_folder(config: Config) -> Path:
 class DriverParts:
     """What the driver draws, samples, routes and scores with."""
 
-    cells: tuple[Cell, ...]
+    config: Config
     source: PromptSource
     renderer: Renderer
     sampling: Sampling
     router: Router
     lanes: Lanes
     store: TrajectoryStore
+    trace: Trace
 
 
 def driver_parts(config: Config, fetch_weights: FetchWeights) -> DriverParts:
@@ -163,14 +172,16 @@ def driver_parts(config: Config, fetch_weights: FetchWeights) -> DriverParts:
     from megatron_mopd.teachers.router import Router
 
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
+    driver_trace = trace_of(config, "driver")
     return DriverParts(
-        cells=config.prompts.cells,
+        config=config,
         source=PromptSource(read_prompts(config.prompts.files), config.prompts, config.run.seed),
         renderer=renderer,
         sampling=sampling(config, renderer.tokenizer, fetch_weights),
         router=Router(config.teachers.models, config.prompts.cells),
-        lanes=teacher_lanes(config),
+        lanes=teacher_lanes(config, driver_trace),
         store=TrajectoryStore(config.run.folder),
+        trace=driver_trace,
     )
 
 
@@ -204,7 +215,7 @@ def rollout_engine(config: Config, fetch_weights: FetchWeights | None) -> Rollou
     )
 
 
-def teacher_lanes(config: Config) -> Lanes:
+def teacher_lanes(config: Config, trace: Trace = NO_TRACE) -> Lanes:
     """A lane for every teacher, with the endpoints that serve it."""
     from megatron_mopd.teachers.lanes import Lane, Lanes
 
@@ -221,6 +232,7 @@ def teacher_lanes(config: Config) -> Lanes:
             start_timeout_s=start[backend],
             start_option=f"{table[backend]}.start_timeout_s",
             check_hope=hope(config),
+            trace=trace,
         )
     return Lanes(lanes, config.teachers)
 

@@ -237,6 +237,8 @@ class Telemetry(Table):
     tensorboard: bool = False
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: str = "megatron_mopd"
+    trace: bool = True
+    """RUN/trace.json: what trainer, driver and lanes did when, for Perfetto."""
 
 
 class Evaluation(Table):

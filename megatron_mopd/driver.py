@@ -13,6 +13,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from megatron_mopd.config import Config, load_config
 from megatron_mopd.errors import UserError
 from megatron_mopd.link import Link, StepRequest
 from megatron_mopd.rollout.sampler import sample
+from megatron_mopd.teachers.origin import check_origin
 from megatron_mopd.trajectory_file import Sampled
 from megatron_mopd.types import Graded, Trajectory
 
@@ -36,21 +39,19 @@ class Driver:
 
     async def step(self, request: StepRequest) -> None:
         """Put the graded batch of `request.step`, sampled from `request.weights`, into the store."""
-        p, start = self.parts, time.monotonic()
-        folder = None if request.weights is None else Path(request.weights)
-        await p.sampling.engine.update_weights(folder, request.weight_version)
-        synced = time.monotonic()
-        if not self.take_up(request.step):
-            await self.sample(request)
-        sampled = time.monotonic()
-        try:
-            graded = await p.lanes.drain(request.weight_version)
-        except UserError:
-            p.store.keep(request.step, p.lanes.held)
-            raise
-        seconds = {"load": synced - start, "sample": sampled - synced, "score": time.monotonic() - sampled}
-        metrics = rollout_metrics(graded, request.weight_version, seconds)
-        p.store.write(request.step, graded, p.cells, metrics, unscored=p.lanes.held)
+        p, seconds = self.parts, {}
+        with self.timed("load", request, seconds):
+            folder = None if request.weights is None else Path(request.weights)
+            await p.sampling.engine.update_weights(folder, request.weight_version)
+        with self.timed("sample", request, seconds):
+            if not self.take_up(request.step):
+                await self.sample(request)
+        with self.timed("score", request, seconds):
+            graded = await self.drain(request)
+        if request.step == 0:
+            print(check_origin(graded, p.config), file=sys.stderr, flush=True)
+        metrics = rollout_metrics(graded, request.weight_version, seconds, num_unscored=len(p.lanes.held))
+        p.store.write(request.step, graded, p.config.prompts.cells, metrics, unscored=p.lanes.held)
 
     async def sample(self, request: StepRequest) -> None:
         p = self.parts
@@ -58,9 +59,24 @@ class Driver:
         async for trajectory in sample(prompts, p.sampling, suffix=f"@{request.step}"):  # 2 SAMPLE
             self.route(Sampled(trajectory, request.weight_version))  # 3 ROUTE
 
+    async def drain(self, request: StepRequest) -> list[Graded]:
+        """What a lane that gives up leaves behind is kept for whoever takes the step up again."""
+        try:
+            return await self.parts.lanes.drain(request.weight_version)
+        except UserError:
+            self.parts.store.keep(request.step, self.parts.lanes.held)
+            raise
+
     def route(self, sampled: Sampled) -> None:
         teacher = self.parts.router.route(sampled.trajectory.prompt.prompt.cell)
         self.parts.lanes.submit(teacher, sampled)  # 4 SCORE, from now on, behind the sampling of the others
+
+    @contextmanager
+    def timed(self, name: str, request: StepRequest, seconds: dict[str, float]) -> Iterator[None]:
+        start = time.monotonic()
+        with self.parts.trace.span(name, "step", step=request.step):
+            yield
+        seconds[name] = time.monotonic() - start
 
     def take_up(self, step: int) -> bool:
         """Once: give the lanes what an earlier process left behind; True if the whole of this step was among it."""
@@ -73,7 +89,9 @@ class Driver:
         return bool(kept)
 
 
-def rollout_metrics(graded: list[Graded], weight_version: int, seconds: dict[str, float]) -> dict[str, Any]:
+def rollout_metrics(
+    graded: list[Graded], weight_version: int, seconds: dict[str, float], num_unscored: int = 0
+) -> dict[str, Any]:
     """What the driver knows of a step: means per cell, staleness, wall seconds (score: the wait after sampling had
     ended)."""
     by_cell: dict[str, list[Trajectory]] = {}
@@ -84,6 +102,7 @@ def rollout_metrics(graded: list[Graded], weight_version: int, seconds: dict[str
         "cells": {cell: _cell_metrics(ts) for cell, ts in by_cell.items()},
         "staleness": float(np.mean(weight_version - versions)) if len(versions) else 0.0,
         "seconds": seconds,
+        "unscored": num_unscored,
     }
 
 

@@ -71,7 +71,8 @@ class Trainer:
 
     def timed(self, name: str, part: Callable[[], Any]) -> Any:
         start = time.monotonic()
-        result = part()
+        with self.parts.trace.span(name, "step", step=self.learner.step):
+            result = part()
         self.seconds[name] = time.monotonic() - start
         return result
 

@@ -30,7 +30,9 @@ def teacher_servers(config: Config) -> dict[str, tuple[str, ...]]:
     num_servers = config.sglang.teachers.num_servers or len(teachers)
     if num_servers < len(teachers):
         return {teacher.name: (f"teachers-{i % num_servers}",) for i, teacher in enumerate(teachers)}
-    return {t.name: tuple(f"teachers-{k}" for k in range(i, num_servers, len(teachers))) for i, t in enumerate(teachers)}
+    return {
+        t.name: tuple(f"teachers-{k}" for k in range(i, num_servers, len(teachers))) for i, t in enumerate(teachers)
+    }
 
 
 def started_teachers(config: Config) -> list[Teacher]:

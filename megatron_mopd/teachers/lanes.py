@@ -28,6 +28,7 @@ from megatron_mopd.config import Teachers
 from megatron_mopd.errors import UserError
 from megatron_mopd.fleet import Fleet, Patience
 from megatron_mopd.protocols import EndpointDown, ScoreRequest, TeacherScorer
+from megatron_mopd.telemetry.trace import NO_TRACE, Trace
 from megatron_mopd.trajectory_file import Sampled
 from megatron_mopd.types import Graded, Trajectory
 
@@ -50,8 +51,9 @@ class Lane:
         start_timeout_s: float = 900.0,
         start_option: str = "teachers",
         check_hope: Callable[[], None] = lambda: None,
+        trace: Trace = NO_TRACE,
     ) -> None:
-        self.teacher, self._settings = teacher, settings
+        self.teacher, self._settings, self._trace = teacher, settings, trace
         self._scorers = {scorer.url: scorer for scorer in scorers}
         patience = Patience(
             start_timeout_s,
@@ -110,7 +112,9 @@ class Lane:
         what = f"teacher {self.teacher}, trajectory {first}" + (f" and {others} more" if others else "")
 
         async def attempt(url: str) -> list[np.ndarray]:
-            replies = await self._scorers[url].score(self.teacher, requests)
+            tokens = sum(request.num_tokens for request in requests)
+            with self._trace.span("score", f"lane {self.teacher}", url=url, trajectories=len(requests), tokens=tokens):
+                replies = await self._scorers[url].score(self.teacher, requests)
             _check_replies(url, requests, replies)
             return replies
 

@@ -53,6 +53,7 @@ RUN_METRICS = _by_name(
     Metric("rollout/spent_tokens", "tokens", "mean tokens that count against the budget"),
     Metric("rollout/truncated_fraction", "share", "trajectories that hit rollout.max_response_tokens"),
     Metric("rollout/staleness", "versions", "weight version of the trainer - of the sampled token, token mean"),
+    Metric("rollout/unscored", "trajectories", "sampled, and left for a later step because a lane has no endpoint"),
     Metric("time/load_s", "s", "the rollout engine loads the new weights"),
     Metric("time/sample_s", "s", "sampling, with the scoring that hides behind it"),
     Metric("time/score_s", "s", "waiting for the teachers after sampling has ended"),

@@ -97,7 +97,7 @@ def _share_rows(learner: StepMetrics, with_teacher: bool) -> dict[str, float]:
 def _rollout_row(rollout: Mapping[str, Any]) -> dict[str, float]:
     cells: Mapping[str, Mapping[str, float]] = rollout["cells"]
     total = sum(c["trajectories"] for c in cells.values())
-    row = {"rollout/staleness": rollout["staleness"]}
+    row = {"rollout/staleness": rollout["staleness"], "rollout/unscored": rollout["unscored"]}
     row |= {f"time/{name}_s": value for name, value in rollout["seconds"].items()}
     for name in ROLLOUT_MEANS:
         # fsum: the same bits whatever the order in which the driver met the cells

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from megatron_mopd import fleet as fleet_module
 from megatron_mopd.client import Client, RequestRefused
 from megatron_mopd.errors import UserError
-from megatron_mopd import fleet as fleet_module
 from megatron_mopd.fleet import MAX_ATTEMPTS, Fleet, Patience
 from megatron_mopd.protocols import EndpointDown
 

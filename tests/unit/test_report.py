@@ -74,7 +74,12 @@ def rollout_metrics(step: int, steps: int = 60) -> dict:
         }
         for i, cell in enumerate(CELLS)
     }
-    return {"cells": cells, "staleness": 0.0, "seconds": {"load": 0.02, "sample": 0.9 + 0.2 * (step % 3), "score": 0.2}}
+    return {
+        "cells": cells,
+        "staleness": 0.0,
+        "unscored": 0,
+        "seconds": {"load": 0.02, "sample": 0.9 + 0.2 * (step % 3), "score": 0.2},
+    }
 
 
 def record_run(folder: Path, steps: int = 60) -> Path:

@@ -65,7 +65,7 @@ def rollout_metrics() -> dict:
         "truncated_fraction": 1.0,
     }
     cells = {"general/low": {"trajectories": 3, **low}, "general/max": {"trajectories": 1, **high}}
-    return {"cells": cells, "staleness": 0.0, "seconds": {"load": 0.1, "sample": 0.4, "score": 0.1}}
+    return {"cells": cells, "staleness": 0.0, "unscored": 0, "seconds": {"load": 0.1, "sample": 0.4, "score": 0.1}}
 
 
 def row_of(step: int) -> dict[str, float]:
