@@ -61,8 +61,9 @@ def start_front(config: Config) -> Front:
     """It answers at once that the service is starting, and takes work once the loop runs."""
     from megatron_mopd.service.front import Front
 
-    front = Front(config, what_is_served(config))
-    print(f"teacher service at {front.start()}", flush=True)
+    served = what_is_served(config)
+    front = Front(config, served)
+    print(f"teacher service at {front.start()}: {', '.join(served)}", flush=True)
     return front
 
 
