@@ -103,7 +103,7 @@ class Lane:
         """Do not wait for more to be sent together with what waits."""
         if self._waiting:
             batch, self._waiting, self._waiting_tokens = self._waiting, [], 0
-            requests = [_request(sampled.trajectory) for sampled in batch]
+            requests = [score_request(sampled.trajectory) for sampled in batch]
             self._sent.append(_Batch(batch, asyncio.create_task(self.score(requests))))
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
@@ -248,7 +248,7 @@ async def _all(waits: Iterable[Coroutine[Any, Any, None]]) -> None:
             task.cancel()
 
 
-def _request(trajectory: Trajectory) -> ScoreRequest:
+def score_request(trajectory: Trajectory) -> ScoreRequest:
     response_ids = tuple(trajectory.response_ids.tolist())
     return ScoreRequest(trajectory.id, trajectory.prompt.teacher_ids, response_ids)
 
