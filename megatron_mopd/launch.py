@@ -17,6 +17,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from megatron_mopd.ranks import LAUNCHER
+
 
 def launch(module: str, arguments: list[str], num_processes: int, run_folder: Path, *, drains: bool = False) -> int:
     """Run `python -m module arguments` on `num_processes` ranks; return the exit code of the first rank that
@@ -31,6 +33,7 @@ def launch(module: str, arguments: list[str], num_processes: int, run_folder: Pa
     logs = run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[LAUNCHER] = str(os.getpid())
     job = module.rpartition(".")[2]
     if drains:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -8,6 +8,8 @@ import threading
 import time
 
 LAUNCHER_CHECK_S = 0.5
+LAUNCHER = "MOPD_LAUNCHER"
+"""Where launch.py says its process id: it may be gone before a rank has come as far as to look for its parent."""
 
 
 def rank() -> int:
@@ -21,7 +23,8 @@ def world_size() -> int:
 def end_with_launcher() -> None:
     """Make this rank end when torchrun is gone: killed outright, it does not end its ranks, and they would train on."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher-watch").start()
+        launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+        threading.Thread(target=_watch, args=(launcher,), daemon=True, name="launcher-watch").start()
 
 
 def _watch(launcher: int) -> None:

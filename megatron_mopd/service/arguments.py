@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_mopd.config import Config
+from megatron_mopd.config import Config, Teacher
 from megatron_mopd.doctor import find_gpus
 from megatron_mopd.errors import UserError
-from megatron_mopd.hf_folder import check_weight_files, read_hf_config
+from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.servers import files
@@ -39,34 +41,30 @@ def check_service(config: Config) -> None:
 
 def check_served(config: Config) -> None:
     """Raise UserError for what `mopd serve-teacher` cannot serve, or not there."""
-    teachers, table = config.teachers.on("megatron"), config.service
-    if not teachers:
-        raise UserError("nothing to serve: no teacher is on the backend megatron; set teachers.backend=megatron")
-    first = None
-    for teacher in teachers:
-        key = f"teachers.models ({teacher.name})"
-        hf_config = read_hf_config(teacher.checkpoint, key)
-        check_weight_files(teacher.checkpoint, key)
-        architecture = family_of(hf_config).architecture(hf_config)
-        if first is None:
-            first = architecture
-            _check_layout(config, teacher.checkpoint)
-        elif architecture != first:
-            raise UserError(
-                f"{key} has another architecture than {teachers[0].name}; a service serves one: set the backend of one "
-                "of the two to sglang or embedded, or serve it from a configuration of its own"
-            )
+    table, hf_config = config.service, common_config(config.teachers.on("megatron"))
+    try:
+        Layout.from_table(table.megatron).check(hf_config, table.num_processes)
+    except UserError as error:
+        raise UserError(f"service.num_processes and service.megatron: {error}") from None
     check_host("service", table.host, has_key=api_key(config) is not None)
     if table.port:
         reserve_port(table.host, "service", table.port).close()
 
 
-def _check_layout(config: Config, checkpoint: Path) -> None:
-    layout = Layout.from_table(config.service.megatron)
-    try:
-        layout.check(read_hf_config(checkpoint), config.service.num_processes)
-    except UserError as error:
-        raise UserError(f"service.num_processes and service.megatron: {error}") from None
+def common_config(teachers: Sequence[Teacher]) -> Mapping[str, Any]:
+    """config.json of the teachers of a service. UserError for none, and for two of different architectures."""
+    if not teachers:
+        raise UserError("no teacher has backend megatron; set teachers.backend=megatron, or the backend of some")
+    configs = {t.name: read_hf_config(t.checkpoint, f"teacher {t.name}") for t in teachers}
+    architectures = {name: family_of(config).architecture(config) for name, config in configs.items()}
+    first, *others = architectures
+    for other in others:
+        if architectures[other] != architectures[first]:
+            raise UserError(
+                f"teachers {first} and {other} are of different architectures, and a service serves one; set the "
+                "backend of one of the two to sglang or embedded, or serve it from a configuration of its own"
+            )
+    return configs[first]
 
 
 def api_key(config: Config) -> str | None:

@@ -1,8 +1,8 @@
 """The client of a teacher service: one service URL, any of the teachers that it serves.
 
 A batch is one binary POST. Its Idempotency-Key is a hash of what is asked, so that a batch that is sent again, after a
-reply was lost or came cut, is not scored again. Every reply is checked: version, key, teacher, number of log-probs, all of
-them finite, and the fingerprint, which is the one of this run's own checkpoint or the run ends.
+reply was lost or came cut, is not scored again. Every reply is checked: version, key, teacher, number of log-probs, all
+of them finite, and the fingerprint, which is the one of this run's own checkpoint or the run ends.
 
 Promises (tests/unit/test_service_client.py): implements protocols.TeacherScorer; what is not a whole and right reply is
 EndpointDown with the reason; other weights under a teacher's name are a UserError, at once, never a score. Torch-free.

@@ -12,8 +12,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_mopd"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TORCH_FREE = ("config.py", "yaml_tree.py", "types.py", "protocols.py", "errors.py", "cli.py", "preflight.py")
-BACKENDS = ("embedded", "sglang", "mcore")
-READ_BY_PREFLIGHT = ("megatron_mopd.mcore.layout", "megatron_mopd.mcore.options", "megatron_mopd.sglang.arguments")
+BACKENDS = ("embedded", "sglang", "service", "mcore")
+READ_BY_PREFLIGHT = (
+    "megatron_mopd.mcore.families.family_of",
+    "megatron_mopd.mcore.layout",
+    "megatron_mopd.mcore.options",
+    "megatron_mopd.sglang.arguments",
+    "megatron_mopd.service.arguments",
+)
 TOKENIZERS = ("transformers.AutoTokenizer", "transformers.PreTrainedTokenizerBase")
 
 
@@ -62,11 +68,23 @@ TRAINER_SIDE_OF_SGLANG = ("sglang/broadcast.py", "sglang/sender.py")
 """They run on the trainer's ranks and send what mcore/ holds to the servers."""
 
 
+FRONT_OF_THE_SERVICE = ("mcore/serve_teacher.py",)
+"""Rank 0 of the service has its HTTP front in a thread."""
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_are_imported_by_build_only(backend: str) -> None:
     """Preflight checks the tables of the engines with those of their modules that import no torch."""
-    allowed = (backend, "build.py", *(TRAINER_SIDE_OF_SGLANG if backend == "mcore" else ()))
+    others = {"mcore": TRAINER_SIDE_OF_SGLANG, "service": FRONT_OF_THE_SERVICE}
+    allowed = (backend, "build.py", *others.get(backend, ()))
     assert importers(f"megatron_mopd.{backend}", allowed=allowed, but=READ_BY_PREFLIGHT) == []
+
+
+@pytest.mark.parametrize("package", ["servers", "service"])
+def test_servers_and_the_front_of_the_service_know_no_torch(package: str) -> None:
+    heavy = ("torch", "transformers", "megatron", "safetensors.torch")
+    for module in sorted((PACKAGE / package).glob("*.py")):
+        assert [name for name, _ in imports(module) if under(name, *heavy)] == [], module.name
 
 
 def test_objectives_know_no_engine_and_no_loop() -> None:
