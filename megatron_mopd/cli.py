@@ -126,10 +126,11 @@ def _serve(config: Config, words: list[str]) -> int:
 
 def _serve_teacher(config: Config, words: list[str]) -> int:
     from megatron_mopd.preflight import check_run_folder
-    from megatron_mopd.service.arguments import check_served
+    from megatron_mopd.service.arguments import check_port, check_served
 
     check_run_folder(config.run.folder)
     check_served(config)
+    check_port(config)
     from megatron_mopd.launch import launch
 
     table = config.service

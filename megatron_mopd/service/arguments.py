@@ -47,8 +47,11 @@ def check_served(config: Config) -> None:
     except UserError as error:
         raise UserError(f"service.num_processes and service.megatron: {error}") from None
     check_host("service", table.host, has_key=api_key(config) is not None)
-    if table.port:
-        reserve_port(table.host, "service", table.port).close()
+
+
+def check_port(config: Config) -> None:
+    """Raise UserError where service.port is another process's. The keeper has a port of its own."""
+    reserve_port(config.service.host, "service", config.service.port).close()
 
 
 def common_config(teachers: Sequence[Teacher]) -> Mapping[str, Any]:
