@@ -212,15 +212,23 @@ class Service(Table):
 
 
 class Objective(Table):
-    name: Literal["mopd", "sft"] = "mopd"
+    name: Literal["mopd", "topk", "full_kl", "sft"] = "mopd"
+    """topk, full_kl: the exact reverse KL over the vocabulary; every teacher on the backend megatron."""
     r_max: PositiveFloat | None = 5.0
-    """Bound on the teacher log-ratio of a token (eq. 15); null for none."""
+    """mopd: bound on the teacher log-ratio of a token (eq. 15); null for none."""
+    top_k: Count = 64
+    """topk: tokens of the teacher's that are summed over."""
     normalisation: Literal["sequence", "token"] = "sequence"
     """sequence: mean over trajectories of their mean over tokens. token: mean over all trained tokens of the batch."""
     domain_weights: dict[str, PositiveFloat] = Field(default={})
     """Factors of the domains' trajectories in the loss, 1 for a domain without; only their ratios matter."""
     domain_balance: Literal["none", "inverse_deviation"] = "none"
     """inverse_deviation: a domain's factor falls with the standard deviation of its advantages, within [1/4, 4]."""
+
+    @property
+    def needs_hidden(self) -> bool:
+        """The teachers' last hidden states, from which the learner makes their distributions."""
+        return self.name in ("topk", "full_kl")
 
     @property
     def weighs_domains(self) -> bool:

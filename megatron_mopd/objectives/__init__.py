@@ -4,6 +4,7 @@
 """
 
 from megatron_mopd import config
+from megatron_mopd.objectives.distribution import DistributionKL
 from megatron_mopd.objectives.mopd import Mopd
 from megatron_mopd.objectives.objective import Objective
 from megatron_mopd.objectives.sft import Sft
@@ -14,5 +15,9 @@ def build_objective(options: config.Objective) -> Objective:
     match options.name:
         case "mopd":
             return Mopd(options.r_max)
+        case "topk":
+            return DistributionKL(options.top_k)
+        case "full_kl":
+            return DistributionKL(None)
         case "sft":
             return Sft()

@@ -32,6 +32,11 @@ class TargetLogprobs(NamedTuple):
     grad_square_T: Tensor
     """|d log p(target) / d logits|^2, between 0 and 2."""
 
+    @property
+    def value_T(self) -> Tensor:
+        """What the loss is made of."""
+        return self.logprobs_T
+
 
 def vocab_parallel_logprobs(
     logits_Tv: Tensor, target_T: Tensor, vocab_start: int, group: dist.ProcessGroup | None
@@ -52,7 +57,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         v = logits_Tv.shape[-1]
         logits_Tv = logits_Tv.float()
         max_T = logits_Tv.amax(dim=-1) if v else logits_Tv.new_full(target_T.shape, -torch.inf)
-        _all_reduce(max_T, dist.ReduceOp.MAX, group)
+        all_reduce(max_T, dist.ReduceOp.MAX, group)
         shifted_Tv = logits_Tv - max_T[:, None]
 
         local_T = target_T - vocab_start
@@ -68,7 +73,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 _square_without(exp_Tv, local_T, owned_T),
             ]
         )
-        _all_reduce(sums_4T, dist.ReduceOp.SUM, group)
+        all_reduce(sums_4T, dist.ReduceOp.SUM, group)
 
         target_logit_T, sum_exp_T, weighted_T, others_T = sums_4T
         log_sum_T = sum_exp_T.log()
@@ -102,6 +107,7 @@ def _square_without(exp_Tv: Tensor, local_T: Tensor, owned_T: Tensor) -> Tensor:
     return square_T
 
 
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    """In place; `group` is None where one rank holds the vocabulary."""
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)

@@ -17,6 +17,8 @@ from megatron_mopd.objectives.objective import TokenColumns, TokenTerms
 
 
 class Mopd:
+    divergence = None
+
     def __init__(self, r_max: float | None) -> None:
         self.r_max = r_max
 

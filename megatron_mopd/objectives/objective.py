@@ -1,18 +1,22 @@
 """What an objective is: detached log-probs in, one coefficient per token out. The loss is sum_t coefficient_t *
-logprob_t.
+value_t, where the value is the token's log-prob or, for an objective with a `divergence`, that of its distribution from
+its teacher's.
 
-Because the coefficient is detached, the gradient of the loss is sum_t coefficient_t * grad logprob_t: a policy
-gradient whose reward is a fixed number (eq. 15 of Kimi K3), or cross-entropy. A coefficient holds the normaliser of
-the whole batch (normalisation.py), so contributions of micro-batches and ranks are added, never averaged.
+Because the coefficient is detached, the gradient of the loss is sum_t coefficient_t * grad value_t. With log-probs that
+is a policy gradient whose reward is a fixed number (eq. 15 of Kimi K3), or cross-entropy. A coefficient holds the
+normaliser of the whole batch (normalisation.py), so contributions of micro-batches and ranks are added, never averaged.
 
 Shape suffix: T packed tokens, each column aligned with the token that is predicted.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_mopd.objectives.distribution import Divergence
 
 
 class TokenColumns(NamedTuple):
@@ -42,6 +46,11 @@ class TokenTerms(NamedTuple):
 
 
 class Objective(Protocol):
+    @property
+    def divergence(self) -> Divergence | None:
+        """What the values are, for which the head needs the teachers' logits; None: the values are log-probs."""
+        ...
+
     def __call__(self, student_logprobs_T: Tensor, columns: TokenColumns) -> TokenTerms:
         """`student_logprobs_T` is detached."""
         ...

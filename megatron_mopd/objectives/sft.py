@@ -9,6 +9,8 @@ from megatron_mopd.objectives.objective import TokenColumns, TokenTerms
 
 
 class Sft:
+    divergence = None
+
     def __call__(self, student_logprobs_T: Tensor, columns: TokenColumns) -> TokenTerms:
         zero_T = torch.zeros_like(student_logprobs_T)
         return TokenTerms(
