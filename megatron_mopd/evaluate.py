@@ -46,6 +46,7 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     student = config.run.folder / "student"
     read_hf_config(student, "run.folder (its student/, which a finished training run leaves)")
     Router(config.teachers.models, config.prompts.cells)
+    check_teachers(config)
     steps_s = sum(row["timing"].get("time/step_s") or 0.0 for row in read_record(config.run.folder))
     start = time.monotonic()
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
@@ -70,9 +71,19 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     return summary
 
 
+def check_teachers(config: Config) -> None:
+    """They are sampled here, by an engine that loads Hugging Face folders."""
+    if in_megatron := [t for t in config.teachers.models if t.megatron_checkpoint is not None]:
+        raise UserError(
+            f"teacher {in_megatron[0].name}: mopd eval samples from Hugging Face folders, and its weights are in "
+            f"{in_megatron[0].megatron_checkpoint}; name a folder with its weights as checkpoint, without "
+            "megatron_checkpoint"
+        )
+
+
 def without_teachers(config: Config) -> Config:
     """The same, with no teacher server to start."""
-    return config.model_copy(update={"teachers": config.teachers.model_copy(update={"backend": "embedded"})})
+    return config.model_copy(update={"teachers": config.teachers.model_copy(update={"models": ()})})
 
 
 def evaluation_prompts(config: Config, renderer: Renderer) -> dict[Cell, list[RenderedPrompt]]:

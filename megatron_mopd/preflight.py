@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_mopd.config import Config
+from megatron_mopd.config import Config, check_domains
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import check_weight_files, read_hf_config, read_token_map
 from megatron_mopd.mcore.layout import Layout
@@ -50,6 +50,7 @@ def preflight(config: Config, world_size: int) -> str:
         check_options(name, environment, load_factory(name, environment.factory))
     check_rollout(config, table, hf_config)
     check_prompts(config)
+    check_domains(config)
     check_sinks(config.telemetry)
     return "\n".join(
         filter(None, (router.coverage(), *padding, *server_lines(config), check_resume(config, world_size)))
