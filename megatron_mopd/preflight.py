@@ -97,10 +97,10 @@ def check_run_folder(folder: Path) -> None:
 def check_rollout(config: Config, table: MegatronTable, hf_config: Mapping[str, Any]) -> None:
     """Teachers score the distribution that is sampled, on servers that can; router replay has routes to replay, and
     routers that ask for them."""
-    if config.teachers.backend == "sglang" and config.rollout.temperature != 1:
+    if config.teachers.on("sglang") and config.rollout.temperature != 1:
         raise UserError(
             f"rollout.temperature={config.rollout.temperature:g}: SGLang scores at temperature 1; set "
-            "rollout.temperature=1, or teachers.backend=embedded"
+            "rollout.temperature=1, or another backend for the teachers on it"
         )
     if config.sglang.weight_transport == "distributed" and config.rollout.engine != "sglang":
         raise UserError(
