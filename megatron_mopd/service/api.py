@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from megatron_mopd.service.body import BadBody, ScoreCall, ScoreReply, decode_call, encode_reply
+from megatron_mopd.service.body import BadBody, ScoreCall, ScoreReply, decode_call, encode_reply, split
 from megatron_mopd.service.checks import Refusal, Served, check_call
 from megatron_mopd.service.metrics import Metrics
 from megatron_mopd.service.replies import RETRY_AFTER_S, Replies
@@ -110,13 +110,14 @@ class Api:
             raise Refusal(400, f"the body is refused: {error}") from None
         check_call(call, self._served, self._temperature)
         key = request.headers.get("Idempotency-Key", "")
+        if not key.isascii():
+            raise Refusal(400, "the Idempotency-Key is not of ASCII characters")
         logprobs = await self._replies.logprobs(key, call)
         fingerprint = self._served[call.teacher].fingerprint
         if in_json:
-            rows = [[float(x) for x in row] for row in logprobs]
+            rows = [row.tolist() for row in split(logprobs, list(map(len, call.responses)))]
             return web.json_response({"logprobs": rows, "fingerprint": fingerprint})
-        together = np.concatenate([np.zeros(0, np.float32), *logprobs])
-        reply = ScoreReply(call.teacher, fingerprint, key, together)
+        reply = ScoreReply(call.teacher, fingerprint, key, logprobs)
         return web.Response(body=encode_reply(reply), content_type=BINARY)
 
 

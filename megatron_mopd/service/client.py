@@ -45,7 +45,7 @@ class ServiceClient:
     def __init__(self, url: str, config: Config):
         self.url = url
         self._teachers = {teacher.name: teacher for teacher in config.teachers.on("megatron")}
-        self._temperature = config.rollout.temperature
+        self._temperature, self._max_response_tokens = config.rollout.temperature, config.rollout.max_response_tokens
         self._attempt_timeout_s = config.teachers.attempt_timeout_s
         self._client = Client(silence_s=self._attempt_timeout_s, api_key=api_key(config))
 
@@ -62,6 +62,11 @@ class ServiceClient:
                     f"service {self.url} serves teacher {teacher} with {name} {served[name]}, this run has {value}; "
                     "start it with the configuration of the run"
                 )
+        if served["max_tokens"] <= self._max_response_tokens:
+            raise UserError(
+                f"teacher {teacher} takes {served['max_tokens']} tokens, prompt included; lower "
+                f"rollout.max_response_tokens={self._max_response_tokens} or use another teacher"
+            )
 
     async def score(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
         identity = await self._identity(teacher)
@@ -137,7 +142,7 @@ def _entry(url: str, teachers: Any, name: str) -> dict[str, Any]:
             "configuration of the run, or correct service.urls"
         )
     served = teachers[name]
-    if missing := {"fingerprint", "vocab_size", "temperature"} - served.keys():
+    if missing := {"fingerprint", "vocab_size", "max_tokens", "temperature"} - served.keys():
         raise UserError(f"{url}/teachers does not say the {sorted(missing)[0]} of {name}; is it a teacher service?")
     return served
 

@@ -18,6 +18,8 @@ from megatron_mopd.service.checks import Refusal
 from megatron_mopd.service.work import QueueFull, Request, WorkQueue
 
 KEPT_BYTES = 1 << 26
+ENTRY_BYTES = 1 << 10
+"""What an entry takes beside its log-probs, roughly."""
 RETRY_AFTER_S = 1
 
 
@@ -26,15 +28,12 @@ class _Entry:
 
     def __init__(self, call: ScoreCall):
         self.digest, self.num_clients = call.digest(), 0
+        self.num_bytes = ENTRY_BYTES + 4 * sum(map(len, call.responses))
         loop = asyncio.get_running_loop()
-        self.logprobs: asyncio.Future[list[np.ndarray]] = loop.create_future()
+        self.logprobs: asyncio.Future[np.ndarray] = loop.create_future()
         self.request = Request(
             call.teacher, call.prompts, call.responses, partial(loop.call_soon_threadsafe, self._settle)
         )
-
-    @property
-    def num_bytes(self) -> int:
-        return 4 * sum(len(row.response) for row in self.request.rows)
 
     def _settle(self, result: list[np.ndarray] | Exception) -> None:
         if isinstance(result, Exception):
@@ -42,7 +41,7 @@ class _Entry:
         elif sick := [row for row, logprobs in enumerate(result) if not np.isfinite(logprobs).all()]:
             self._fail(f"gives non-finite log-probs for row {sick[0]}")
         else:
-            self.logprobs.set_result(result)
+            self.logprobs.set_result(np.concatenate([np.zeros(0, np.float32), *result]))  # not views of the batch
 
     def _fail(self, problem: str) -> None:
         self.logprobs.set_exception(Refusal(500, f"teacher {self.request.teacher} {problem}"))
@@ -56,8 +55,8 @@ class Replies:
         self._queue, self._check_open = queue, check_open
         self._entries: dict[str, _Entry] = {}
 
-    async def logprobs(self, key: str, call: ScoreCall) -> list[np.ndarray]:
-        """One array per row. An empty key is none."""
+    async def logprobs(self, key: str, call: ScoreCall) -> np.ndarray:
+        """Float32, row after row. An empty key is none."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._begin(key, call)
@@ -83,7 +82,7 @@ class Replies:
             entry.logprobs.add_done_callback(lambda done: self._keep(key, entry, done))
         return entry
 
-    def _keep(self, key: str, entry: _Entry, done: asyncio.Future[list[np.ndarray]]) -> None:
+    def _keep(self, key: str, entry: _Entry, done: asyncio.Future[np.ndarray]) -> None:
         if done.cancelled() or done.exception() is not None:
             self._forget(key, entry)
         kept = [(k, e) for k, e in self._entries.items() if e.logprobs.done()]

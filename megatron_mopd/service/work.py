@@ -55,6 +55,7 @@ class Request:
     def settle(self, result: list[np.ndarray] | Exception) -> None:
         if not self.settled:
             self.settled = True
+            self.rows.clear()  # a kept reply keeps no tokens
             self._settle(result)
 
 

@@ -113,6 +113,7 @@ def test_a_run_reaches_the_services_that_are_named(tmp_path: Path, config: Confi
     ("changed", "said"),
     [
         ({"fingerprint": "0123"}, r"serves other weights as teacher a: fingerprint 0123, expected [0-9a-f]{16} of "),
+        ({"max_tokens": 8}, r"teacher a takes 8 tokens, prompt included; lower rollout\.max_response_tokens=8"),
         ({"vocab_size": VOCAB_SIZE + 6}, f"teacher a with vocab_size {VOCAB_SIZE + 6}, this run has {VOCAB_SIZE}"),
     ],
 )

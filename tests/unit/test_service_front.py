@@ -246,7 +246,7 @@ def test_a_repeated_key_joins_the_work_in_flight_and_later_gets_the_kept_reply(s
 
 
 def test_kept_replies_are_bounded_and_the_oldest_leave_first(served: Scoring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies_module, "KEPT_BYTES", 3 * 4 * len(expected()))
+    monkeypatch.setattr(replies_module, "KEPT_BYTES", 3 * (replies_module.ENTRY_BYTES + 4 * len(expected())))
 
     async def body(http: aiohttp.ClientSession) -> None:
         for key in ("0", "1", "2", "3"):
