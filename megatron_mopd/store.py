@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megatron_mopd.trajectory_file import Sampled, read_trajectories, write_trajectories
-from megatron_mopd.types import TOKEN_COLUMNS, Batch, Cell, Graded
+from megatron_mopd.types import OPTIONAL_COLUMNS, TOKEN_COLUMNS, Batch, Cell, Graded
 
 UNSCORED = "unscored.safetensors"
 
@@ -49,7 +49,7 @@ class StoredBatch:
     def select(self, rows: Sequence[int]) -> Batch:
         chosen = np.asarray(rows, np.int64)
         columns = {}
-        optional = ["routed_experts"] if "routed_experts" in self._file.keys() else []  # noqa: SIM118 (no container)
+        optional = set(OPTIONAL_COLUMNS) & set(self._file.keys())
         for name in (*TOKEN_COLUMNS, *optional):
             column = self._file.get_slice(name)
             parts = [column[int(self.offsets[i]) : int(self.offsets[i + 1])] for i in chosen]
@@ -132,9 +132,7 @@ ROW_COLUMNS = ("loss_tokens", "advantage_sums")
 
 
 def write_batch(file: Path, batch: Batch) -> None:
-    columns = {name: getattr(batch, name) for name in (*TOKEN_COLUMNS, "offsets", "cell", *ROW_COLUMNS)}
-    if batch.routed_experts is not None:
-        columns["routed_experts"] = batch.routed_experts
+    columns = {name: getattr(batch, name) for name in ("offsets", "cell", *ROW_COLUMNS)} | batch.token_columns
     columns["loss_tokens"] = np.asarray(columns["loss_tokens"], np.int64)
     save_file(columns, file, metadata={"cells": json.dumps(batch.cells)})
 

@@ -27,18 +27,22 @@ class Sampled:
     weight_version: int
     teacher_logprobs: np.ndarray | None = None
     """[R] float32 once its teacher has scored it."""
+    teacher_hidden: np.ndarray | None = None
+    """[R, D] with them, if the objective needs them; see scores.py."""
 
 
 def write_trajectories(file: Path, sampled: Sequence[Sampled]) -> None:
     segments = [segment for s in sampled for segment in s.trajectory.segments]
     routes = [s.routed_experts.reshape(-1) for s in segments if s.routed_experts is not None]
     scores = [s.teacher_logprobs for s in sampled if s.teacher_logprobs is not None]
+    hidden = [s.teacher_hidden.reshape(-1) for s in sampled if s.teacher_hidden is not None]
     columns = {
         "token_ids": _joined([np.asarray(s.token_ids, np.int32) for s in segments], np.int32),
         "logprobs": _joined([np.asarray(s.logprobs, np.float64) for s in segments], np.float64),
         "loss_mask": _joined([np.asarray(s.loss_mask, np.bool_) for s in segments], np.bool_),
         "routed_experts": _joined(routes, np.int16),
         "teacher_logprobs": _joined(scores, np.float32),
+        "teacher_hidden": np.concatenate(hidden) if hidden else np.zeros(0, np.float32),
     }
     save_file(columns, file, metadata={"trajectories": json.dumps([_record(s) for s in sampled])})
 
@@ -61,6 +65,7 @@ def _record(sampled: Sampled) -> dict[str, Any]:
         "outcome": t.outcome and asdict(t.outcome),
         "weight_version": sampled.weight_version,
         "scored": sampled.teacher_logprobs is not None,
+        "hidden_width": None if sampled.teacher_hidden is None else sampled.teacher_hidden.shape[1],
         "segments": [
             {
                 "tokens": len(s.token_ids),
@@ -92,7 +97,10 @@ def _sampled(record: dict[str, Any], columns: dict[str, _Column]) -> Sampled:
     trajectory = Trajectory(record["id"], rendered, segments, record["finish_reason"], outcome)
     tokens = sum(len(s.token_ids) for s in segments)
     scores = columns["teacher_logprobs"].take(tokens) if record["scored"] else None
-    return Sampled(trajectory, record["weight_version"], scores)
+    width, hidden = record["hidden_width"], None
+    if width is not None:
+        hidden = columns["teacher_hidden"].take(tokens * width).reshape(tokens, width)
+    return Sampled(trajectory, record["weight_version"], scores, hidden)
 
 
 def _segment(record: dict[str, Any], columns: dict[str, _Column]) -> Segment:

@@ -161,19 +161,22 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Graded:
-    """A trajectory with one log-probability per response token from the teacher of its cell."""
+    """A trajectory with one log-probability per response token from the teacher of its cell, and its hidden states if
+    the objective needs them."""
 
     trajectory: Trajectory
     teacher: str
     teacher_logprobs: np.ndarray  # [R] float32
+    teacher_hidden: np.ndarray | None = field(default=None, compare=False, repr=False)  # [R, D], see scores.py
 
     def __post_init__(self) -> None:
-        want, got = len(self.trajectory.response_ids), len(self.teacher_logprobs)
-        if want != got:
-            raise ValueError(
-                f"teacher {self.teacher} returned {got} log-probs for the {want} response tokens "
-                f"of {self.trajectory.id}"
-            )
+        want = len(self.trajectory.response_ids)
+        for what, column in (("log-probs", self.teacher_logprobs), ("hidden states", self.teacher_hidden)):
+            if column is not None and len(column) != want:
+                raise ValueError(
+                    f"teacher {self.teacher} returned {len(column)} {what} for the {want} response tokens "
+                    f"of {self.trajectory.id}"
+                )
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,8 @@ class Batch:
     `loss_mask` is token-aligned: True where the token was sampled by the student (or demonstrated) and is trained on.
     Log-probs are those of the token at the same index, 0 outside the mask. Columns an objective does not use are 0.
     Routed experts are those that took the token at the same index as input; -1 where none were recorded (the last token
-    of a row always, which is no input), None where router replay is off.
+    of a row always, which is no input), None where router replay is off. A teacher's hidden states (scores.py) are
+    those that predict the token at the same index, 0 outside the mask; None where the objective needs none.
     """
 
     offsets: np.ndarray  # [n + 1] int64
@@ -195,6 +199,7 @@ class Batch:
     weight_version: np.ndarray  # [N] int32
     cells: tuple[Cell, ...]
     routed_experts: np.ndarray | None = None  # [N, L, K] int16
+    teacher_hidden: np.ndarray | None = None  # [N, D] uint16 (the bits of bfloat16) or float32
 
     def __post_init__(self) -> None:
         n, total = len(self.offsets) - 1, int(self.offsets[-1])
@@ -202,12 +207,18 @@ class Batch:
             raise ValueError("batch offsets must start at 0 and never fall")
         if len(self.cell) != n:
             raise ValueError(f"batch has {n} rows and {len(self.cell)} cell indices")
-        for name in (*TOKEN_COLUMNS, *(() if self.routed_experts is None else ("routed_experts",))):
-            if len(getattr(self, name)) != total:
-                raise ValueError(f"batch column {name} has {len(getattr(self, name))} entries for {total} tokens")
+        for name, column in self.token_columns.items():
+            if len(column) != total:
+                raise ValueError(f"batch column {name} has {len(column)} entries for {total} tokens")
 
     def __len__(self) -> int:
         return len(self.cell)
+
+    @property
+    def token_columns(self) -> dict[str, np.ndarray]:
+        """The columns that have an entry for each token, by name."""
+        columns = {name: getattr(self, name) for name in (*TOKEN_COLUMNS, *OPTIONAL_COLUMNS)}
+        return {name: column for name, column in columns.items() if column is not None}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -237,9 +248,8 @@ class Batch:
         lengths = self.lengths[picked]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         tokens = np.repeat(self.offsets[picked] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        columns = {name: getattr(self, name)[tokens] for name in TOKEN_COLUMNS}
-        routes = None if self.routed_experts is None else self.routed_experts[tokens]
-        return Batch(offsets=offsets, cell=self.cell[picked], cells=self.cells, routed_experts=routes, **columns)
+        columns = {name: column[tokens] for name, column in self.token_columns.items()}
+        return Batch(offsets=offsets, cell=self.cell[picked], cells=self.cells, **columns)
 
     @classmethod
     def from_graded(cls, graded: Sequence[Graded], cells: Sequence[Cell]) -> Batch:
@@ -259,6 +269,7 @@ class Batch:
             cell=np.array([index[g.trajectory.prompt.prompt.cell] for g in graded], np.int32),
             cells=tuple(cells),
             routed_experts=_joined_routes([g.trajectory for g in graded]),
+            teacher_hidden=_joined_hidden(graded),
             **{name: _joined([row[name] for row in rows], dtype) for name, dtype in TOKEN_COLUMNS.items()},
         )
 
@@ -271,6 +282,8 @@ TOKEN_COLUMNS: Mapping[str, type] = {
     "weight_version": np.int32,
 }
 """The per-token columns of a Batch and how they are stored."""
+OPTIONAL_COLUMNS = ("routed_experts", "teacher_hidden")
+"""Those that a Batch may have besides."""
 
 
 def _row(graded: Graded) -> dict[str, np.ndarray]:
@@ -302,6 +315,27 @@ def _joined_routes(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
         row = np.full((len(t.prompt.student_ids) + len(t.response_ids), *next(iter(shapes))), -1, np.int16)
         if routes is not None:
             row[: len(routes)] = routes
+        rows.append(row)
+    return np.concatenate(rows)
+
+
+def _joined_hidden(graded: Sequence[Graded]) -> np.ndarray | None:
+    """The column teacher_hidden; ValueError where a trajectory has none and others have, or another kind."""
+    scored = [g for g in graded if len(g.teacher_logprobs)]
+    states = [g.teacher_hidden for g in scored if g.teacher_hidden is not None]
+    if not states:
+        return None
+    kinds = {(hidden.dtype.name, hidden.shape[1]) for hidden in states}
+    if len(kinds) > 1 or len(states) < len(scored):
+        raise ValueError(
+            f"{len(states)} of {len(scored)} trajectories have teacher's hidden states, of {sorted(kinds)}"
+        )
+    rows = []
+    for g in graded:
+        mask = np.concatenate([np.zeros(len(g.trajectory.prompt.student_ids), bool), g.trajectory.loss_mask])
+        row = np.zeros((len(mask), states[0].shape[1]), states[0].dtype)
+        if g.teacher_hidden is not None and len(g.teacher_hidden):
+            row[mask] = g.teacher_hidden[g.trajectory.loss_mask]
         rows.append(row)
     return np.concatenate(rows)
 

@@ -1,6 +1,6 @@
 """A batch to the packed micro-batches of this rank, as tensors on its device.
 
-Shape suffix: T packed tokens of a micro-batch on this context-parallel rank.
+Shape suffixes: T packed tokens of a micro-batch on this context-parallel rank, S those in the mask.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class DeviceMicroBatch(NamedTuple):
     routed_experts: Tensor | None
     """[T, L, K] int16 of the inputs, on the host: a chunk takes its layers of it when their turn comes. None: no
     replay."""
+    teacher_hidden_SD: Tensor | None
+    """Of the targets in the mask, on the host, bfloat16 or float32. None: the objective needs none."""
 
 
 def micro_batches(
@@ -121,4 +123,11 @@ def _to_device(micro: MicroBatch, origin: np.ndarray, with_routes: bool) -> Devi
             max_seqlen_kv=micro.max_seqlen,
         ),
         routed_experts=None if routes is None else torch.from_numpy(routes),
+        teacher_hidden_SD=None if micro.teacher_hidden is None else _from_bits(micro.teacher_hidden),
     )
+
+
+def _from_bits(hidden_SD: np.ndarray) -> Tensor:
+    """See scores.py."""
+    tensor = torch.from_numpy(hidden_SD)
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor

@@ -10,7 +10,7 @@ Padding has mask and weight 0. It does pass through the experts, and counts in t
 Promises: `plan` depends on lengths alone, so every rank computes the same one; all ranks get equally many
 micro-batches.
 
-Shape suffixes: n rows, N tokens of all rows, T packed tokens on this context-parallel rank.
+Shape suffixes: n rows, N tokens of all rows, T packed tokens on this context-parallel rank, S those in the mask.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class MicroBatch:
     """[T] int64: where among its row's trained tokens the token is, 0 to NUM_BUCKETS - 1; 0 where it is not trained."""
     routed_experts: np.ndarray | None
     """[T, L, K] int16: the experts of the input; -1 where none were recorded, and on padding."""
+    teacher_hidden: np.ndarray | None
+    """[S, D]: the teacher's last hidden states, of the predicted tokens in the mask alone."""
 
 
 def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> MicroBatch:
@@ -134,6 +136,7 @@ def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> M
         return out
 
     at = token[real]
+    in_mask = at[batch.loss_mask[at]]
     return MicroBatch(
         cu_seqlens=cu_seqlens.astype(np.int32),
         max_seqlen=int(padded.max()),
@@ -148,6 +151,7 @@ def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> M
         cell=column(batch.cell[row], np.int64),
         bucket=column(_buckets(batch)[at], np.int64),
         routed_experts=None if batch.routed_experts is None else _routes(batch.routed_experts, token),
+        teacher_hidden=None if batch.teacher_hidden is None else batch.teacher_hidden[in_mask],
     )
 
 

@@ -24,6 +24,7 @@ def batch_of(lengths: list[int], seed: int = 0, prompt: int = 1) -> Batch:
         teacher_logprobs=-rng.random(total).astype(np.float32),
         weight_version=np.zeros(total, np.int32),
         cells=CELLS,
+        teacher_hidden=np.arange(total, dtype=np.float32)[:, None] + [0, 0.5],
     )
 
 
@@ -93,6 +94,8 @@ def test_ranks_of_a_pack_hold_every_token_once_and_aligned(seed: int, tp: int, c
         np.testing.assert_array_equal(part.teacher_logprobs[real], batch.teacher_logprobs[at])
         np.testing.assert_array_equal(part.weight[real], weights[row])
         np.testing.assert_array_equal(part.cell[real], batch.cell[row])
+        assert part.teacher_hidden is not None
+        np.testing.assert_array_equal(part.teacher_hidden[:, 0], part.token[part.loss_mask])
         assert not part.loss_mask[~real].any()
         assert not part.weight[~real].any()
     held = np.sort(np.concatenate([part.token[part.token >= 0] for part in parts]))

@@ -16,7 +16,8 @@ def graded(k, cell):
     sampled = Segment(tuple(rng.integers(0, 9, n)), tuple(-rng.random(n)), (True,) * n, weight_version=k)
     segments = (sampled, Segment.observation((7, 8), k))
     t = Trajectory(f"t{k}", prompt, segments, "stop", Outcome(1.0, n, 4))
-    return Graded(t, "teacher", -rng.random(n + 2).astype(np.float32))
+    hidden = rng.integers(0, 1 << 16, (n + 2, 5)).astype(np.uint16)
+    return Graded(t, "teacher", -rng.random(n + 2).astype(np.float32), hidden)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_any_rows_read_back_equal_the_batch_in_memory(written, rows):
     np.testing.assert_array_equal(stored.loss_tokens, batch.loss_tokens)
     np.testing.assert_array_equal(stored.advantage_sums, batch.advantage_sums)
     got, want = stored.select(rows), batch.select(rows)
-    for name in (*TOKEN_COLUMNS, "offsets", "cell"):
+    for name in (*TOKEN_COLUMNS, "offsets", "cell", "teacher_hidden"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
         assert getattr(got, name).dtype == getattr(want, name).dtype
 

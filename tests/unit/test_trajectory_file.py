@@ -30,8 +30,9 @@ EMPTY = Trajectory("1/q@3", RenderedPrompt(Prompt("q", "general", "low", "sums",
 
 def test_reading_gives_what_was_written(tmp_path: Path) -> None:
     scores = np.array([-1, -2, -3, -4, -5, -6], np.float32)
+    hidden = np.arange(12, dtype=np.uint16).reshape(6, 2)
     written = [
-        Sampled(trajectory(), 3, scores),
+        Sampled(trajectory(), 3, scores, hidden),
         Sampled(EMPTY, 2),
         Sampled(trajectory("2/p@3", with_routes=False), 4),
         Sampled(EMPTY, 2, np.zeros(0, np.float32)),
@@ -41,7 +42,9 @@ def test_reading_gives_what_was_written(tmp_path: Path) -> None:
     assert [r.trajectory for r in read] == [w.trajectory for w in written]
     assert [r.weight_version for r in read] == [3, 2, 4, 2]
     np.testing.assert_array_equal(read[0].teacher_logprobs, scores)
+    np.testing.assert_array_equal(read[0].teacher_hidden, hidden)
     assert read[1].teacher_logprobs is None
+    assert read[3].teacher_hidden is None
     assert read[3].teacher_logprobs is not None
     for r, w in zip(read, written, strict=True):
         for got, want in zip(r.trajectory.segments, w.trajectory.segments, strict=True):

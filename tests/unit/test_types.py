@@ -151,3 +151,27 @@ def test_a_batch_holds_every_token_of_every_trajectory_once(trajectories: list[G
         np.testing.assert_array_equal(batch.rollout_logprobs[before:end], row.trajectory.rollout_logprobs)
         assert not batch.loss_mask[start:before].any()
         assert batch.loss_tokens[i] == batch.loss_mask[start + 1 : end].sum()
+
+
+def test_hidden_states_stay_with_their_tokens() -> None:
+    """Observations drop theirs, as they drop their scores; an empty response has none to tell the kind of."""
+    first = graded((SAMPLED, OBSERVED), [-1.0, -2.0, -3.0])
+    hidden = np.array([[1, 2], [3, 4], [5, 6]], np.uint16)
+    empty = replace(graded((), []), teacher_hidden=np.zeros((0, 2), np.float32))
+    batch = Batch.from_graded([empty, replace(first, teacher_hidden=hidden)], CELLS)
+    assert batch.teacher_hidden is not None
+    assert batch.teacher_hidden.dtype == np.uint16
+    assert batch.teacher_hidden.tolist() == [[0, 0]] * 4 + [[1, 2], [3, 4], [0, 0]]
+    assert batch.select([1]).token_columns["teacher_hidden"].tolist() == batch.teacher_hidden[2:].tolist()
+    assert Batch.from_graded([empty, first], CELLS).teacher_hidden is None
+
+
+def test_hidden_states_of_some_trajectories_or_of_other_kinds_are_refused() -> None:
+    bare = graded((SAMPLED,), [-1.0, -2.0])
+    with_hidden = replace(bare, teacher_hidden=np.zeros((2, 3), np.float32))
+    with pytest.raises(ValueError, match="1 of 2 trajectories have"):
+        Batch.from_graded([bare, with_hidden], CELLS)
+    with pytest.raises(ValueError, match="uint16"):
+        Batch.from_graded([with_hidden, replace(bare, teacher_hidden=np.zeros((2, 3), np.uint16))], CELLS)
+    with pytest.raises(ValueError, match="returned 3 hidden states for the 2 response tokens"):
+        replace(bare, teacher_hidden=np.zeros((3, 3), np.float32))
