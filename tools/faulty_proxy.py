@@ -1,6 +1,6 @@
 """A proxy that breaks what passes through it: between a run and its teacher service, to see the run survive.
 
-    python tools/faulty_proxy.py URL --port 8900 [--faults error,nan,...] [--share 0.1] [--teacher NAME] [--seed 0]
+    python -m tools.faulty_proxy URL --port 8900 [--faults error,nan,...] [--share 0.1] [--teacher NAME] [--seed 0]
     mopd train CONFIG ... service.urls='[http://127.0.0.1:8900]'
 
 Every POST /score has a fault with the given probability, one of the named ones, drawn from the seed. Everything else
