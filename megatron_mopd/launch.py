@@ -65,6 +65,8 @@ def launch(module: str, arguments: list[str], num_processes: int, run_folder: Pa
         return 128 + stopped.sigval
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    finally:
+        del os.environ[LAUNCHER]
     return 0
 
 

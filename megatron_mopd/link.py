@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_mopd.errors import UserError
+from megatron_mopd.ranks import LAUNCHER
 
 
 @dataclass(frozen=True)
@@ -145,4 +146,5 @@ class DriverProcess:
 def environment_without_torchrun() -> dict[str, str]:
     """For a process that rank 0 starts and that is no rank itself."""
     torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {k: v for k, v in os.environ.items() if k not in torchrun and not k.startswith("TORCHELASTIC_")}
+    ours = (*torchrun, LAUNCHER)
+    return {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("TORCHELASTIC_")}

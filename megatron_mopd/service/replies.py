@@ -8,6 +8,7 @@ has hung up is withdrawn from the queue if nothing of it has begun.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -54,6 +55,8 @@ class Replies:
     def __init__(self, queue: WorkQueue, check_open: Callable[[], None]):
         self._queue, self._check_open = queue, check_open
         self._entries: dict[str, _Entry] = {}
+        self._kept: deque[tuple[str, _Entry]] = deque()
+        self._kept_bytes = 0
 
     async def logprobs(self, key: str, call: ScoreCall) -> np.ndarray:
         """Float32, row after row. An empty key is none."""
@@ -84,13 +87,12 @@ class Replies:
 
     def _keep(self, key: str, entry: _Entry, done: asyncio.Future[np.ndarray]) -> None:
         if done.cancelled() or done.exception() is not None:
-            self._forget(key, entry)
-        kept = [(k, e) for k, e in self._entries.items() if e.logprobs.done()]
-        excess = sum(e.num_bytes for _, e in kept) - KEPT_BYTES
-        for old_key, old in kept:
-            if excess <= 0:
-                break
-            excess -= old.num_bytes
+            return self._forget(key, entry)
+        self._kept.append((key, entry))
+        self._kept_bytes += entry.num_bytes
+        while self._kept_bytes > KEPT_BYTES:
+            old_key, old = self._kept.popleft()
+            self._kept_bytes -= old.num_bytes
             self._forget(old_key, old)
 
     def _forget(self, key: str, entry: _Entry) -> None:
