@@ -143,7 +143,7 @@ def test_it_scores_as_transformers_does_and_ends_in_order(
             serve_teacher.process.send_signal(signal.SIGTERM)
             for i, scores in enumerate(await asyncio.gather(*last, return_exceptions=True)):
                 if isinstance(scores, BaseException):  # it was not accepted any more
-                    assert re.search("answered 503|cannot connect|Server disconnected", str(scores))
+                    assert re.search("answered 503|cannot connect|disconnected|reset", str(scores))
                 else:
                     assert_same([scores], [reference[0][i : i + 40]])
         finally:
