@@ -28,6 +28,7 @@ import numpy as np
 
 from megatron_mopd.cli import guarded
 from megatron_mopd.config import Config, load_config, split_arguments
+from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.launch import launch
 from megatron_mopd.protocols import EndpointDown, ScoreRequest
@@ -92,14 +93,17 @@ def service_round(config: Config, ranks: Any, client: subprocess.Popen[str] | No
 
     def wait() -> None:
         assert client.stdout is not None
-        measured.update(json.loads(client.stdout.readline()))
+        line = client.stdout.readline()
         front.drain()
+        measured.update(json.loads(line) if line else {})  # it has said why
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     answer_until_drained(front, ranks, names)
     waiting.join()
     front.close()
+    if not measured:
+        raise UserError("the client has ended; its error is above")
     return measured
 
 
@@ -228,18 +232,20 @@ def main() -> int | None:
     parser.add_argument("--response-tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--as", dest="part", choices=("rank", "client"), help=argparse.SUPPRESS)
-    a = parser.parse_args()
+    a = parser.parse_intermixed_args()
     arguments = [word for word in sys.argv[1:] if not word.startswith("--as=")]
     files, overrides = split_arguments(a.words)
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(files, [*overrides, f"run.folder={folder}", "teachers.backend=megatron"])
         if a.part == "client":
             return run_client(config, a.trajectories, a.prompt_tokens, a.response_tokens)
-        return run_rank(config, arguments, a.rounds) if a.part == "rank" else start(config, arguments)
+        if a.part == "rank":
+            end_with_launcher()
+            return run_rank(config, arguments, a.rounds)
+        return start(config, arguments)
 
 
 if __name__ == "__main__":
-    end_with_launcher()
     code = guarded(main, rank())
     sys.stdout.flush()
     os._exit(code)

@@ -25,7 +25,13 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore import device  # noqa: F401
 from megatron_mopd.mcore.families import family_of
-from megatron_mopd.mcore.forward import collect_logprobs, keep_logprobs, response_tokens, run_schedule
+from megatron_mopd.mcore.forward import (
+    collect_logprobs,
+    keep_logprobs,
+    response_tokens,
+    run_schedule,
+    score_responses,
+)
 from megatron_mopd.mcore.head import LogprobHead
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch, micro_batches
@@ -88,11 +94,11 @@ class TeacherRanks:
         if rank:
             return None
         scored = logprobs_N.cpu().numpy()[batch.loss_mask]
-        rows = np.split(scored, np.cumsum([len(response) for response in responses])[:-1])
-        for i, row in enumerate(rows):
-            if not np.isfinite(row).all():
-                raise UserError(f"teacher {teacher} gives a log-prob that is not finite for row {i} of {len(rows)}")
-        return rows
+        ends = np.cumsum([len(response) for response in responses])
+        if not np.isfinite(scored).all():
+            row = int(np.searchsorted(ends, np.isfinite(scored).argmin(), side="right"))
+            raise UserError(f"teacher {teacher} gives a log-prob that is not finite for row {row} of {len(ends)}")
+        return np.split(scored, ends[:-1])
 
     def pack(self, batch: Batch) -> list[DeviceMicroBatch]:
         """The micro-batches of this rank."""
@@ -102,7 +108,7 @@ class TeacherRanks:
     @torch.no_grad()
     def forward(self, mine: Sequence[DeviceMicroBatch]) -> list[Tensor]:
         """The log-probs of the responses of each micro-batch, on ranks of the last stage. Collective."""
-        return run_schedule(self.chunks, mine, keep_logprobs, forward_only=True, positions=response_tokens)
+        return run_schedule(self.chunks, mine, keep_logprobs, forward_only=True, ask=score_responses)
 
     def _refuse_bad_tokens(
         self, teacher: str, batch: Batch, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
