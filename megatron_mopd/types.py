@@ -397,6 +397,8 @@ class CellMetrics:
     so their squares add up to that of the batch."""
     weight: float = 1.0
     """Factor of the cell's domain in the loss; see objectives/balance.py."""
+    kl: Mean = NOTHING
+    """Of an objective that compares distributions: its reverse KL over the vocabulary, not of the sampled token."""
 
 
 @dataclass(frozen=True)
@@ -438,6 +440,11 @@ class StepMetrics:
     def logit_grad_norm(self) -> float:
         """Of the gradient with respect to all logits of the batch."""
         return math.hypot(*(c.logit_grad_norm for c in self.cells.values()))
+
+    @property
+    def kl(self) -> Mean:
+        """Over all cells."""
+        return Mean.over(c.kl for c in self.cells.values())
 
     @property
     def route_agreement(self) -> Mean:

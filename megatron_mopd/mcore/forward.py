@@ -11,7 +11,7 @@ tokens of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.collectives import from_last_stage, sum_over_data
+from megatron_mopd.mcore.head import LogprobHead
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch
 
 # isort: split
@@ -32,6 +33,8 @@ from megatron.core.utils import unwrap_model
 LossFunction = Callable[[DeviceMicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
 # The packed tokens of a micro-batch that the head scores, [S] int64; None: all, S = T.
 Positions = Callable[[DeviceMicroBatch], Tensor | None]
+# What the head is to answer for a micro-batch, while the model runs.
+Ask = Callable[[LogprobHead, DeviceMicroBatch], AbstractContextManager[None]]
 Prepare = Callable[[GPTModel, DeviceMicroBatch], None]
 
 
@@ -44,13 +47,23 @@ def response_tokens(micro: DeviceMicroBatch) -> Tensor:
     return micro.columns.loss_mask_T.nonzero()[:, 0]
 
 
+def score_all(head: LogprobHead, micro: DeviceMicroBatch) -> AbstractContextManager[None]:
+    return head.scoring(micro.target_T)
+
+
+def score_responses(
+    head: LogprobHead, micro: DeviceMicroBatch, with_hidden: bool = False
+) -> AbstractContextManager[None]:
+    return head.scoring(micro.target_T, response_tokens(micro), with_hidden)
+
+
 def run_schedule(
     chunks: Sequence[torch.nn.Module],
     mine: Sequence[DeviceMicroBatch],
     loss: LossFunction,
     *,
     forward_only: bool,
-    positions: Positions = all_tokens,
+    ask: Ask = score_all,
     prepare: Prepare | None = None,
 ) -> list[Tensor]:
     """Megatron's schedule over this rank's micro-batches; what `loss` keeps of each, on ranks of the last stage.
@@ -58,7 +71,7 @@ def run_schedule(
     `chunks` are the rank's virtual stages; `prepare` is called before each forward of one. Collective.
     """
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward, loss, positions, prepare),
+        forward_step_func=partial(_forward, loss, ask, prepare),
         data_iterator=[iter(mine) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(mine),
@@ -69,16 +82,13 @@ def run_schedule(
 
 
 def _forward(
-    loss: LossFunction, positions: Positions, prepare: Prepare | None, mine: Iterator[DeviceMicroBatch], chunk: Any
+    loss: LossFunction, ask: Ask, prepare: Prepare | None, mine: Iterator[DeviceMicroBatch], chunk: Any
 ) -> tuple[Tensor, partial]:
     micro = next(mine)
     model: Any = unwrap_model(chunk)
     if prepare is not None:
         prepare(model, micro)
-    scoring = nullcontext()
-    if model.post_process:
-        scoring = model.output_layer.scoring(micro.target_T, positions(micro))
-    with scoring:
+    with ask(model.output_layer, micro) if model.post_process else nullcontext():
         output = chunk(
             input_ids=micro.input_ids_T[None],
             position_ids=micro.position_ids_T[None],

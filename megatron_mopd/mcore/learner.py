@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore import device, weights
 from megatron_mopd.mcore.balancing import BalancedRouter
 from megatron_mopd.mcore.families import family_of
-from megatron_mopd.mcore.forward import LossFunction, collect_logprobs, keep_logprobs, run_schedule
+from megatron_mopd.mcore.forward import Ask, LossFunction, collect_logprobs, keep_logprobs, run_schedule, score_all
 from megatron_mopd.mcore.head import LogprobHead
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.metrics import cell_metrics, micro_batch_sums, reduce_sums, total_loss
@@ -38,10 +39,12 @@ from megatron_mopd.mcore.model import build_model
 from megatron_mopd.mcore.optimizer import build_optimizer, wrap
 from megatron_mopd.mcore.options import check_optimizer_options, check_router_replay, split_megatron_table
 from megatron_mopd.mcore.router_replay import Agreement, Observer, RouterReplay
+from megatron_mopd.mcore.teacher_heads import TeacherHeads
 from megatron_mopd.objectives import build_objective
 from megatron_mopd.objectives.balance import batch_weights
+from megatron_mopd.objectives.distribution import TargetDivergence
 from megatron_mopd.objectives.logprobs import TargetLogprobs
-from megatron_mopd.types import StepMetrics
+from megatron_mopd.types import Cell, StepMetrics
 
 # isort: split
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
@@ -66,8 +69,11 @@ class Learner:
         self.models = build_model(config.megatron, hf_config)
         BalancedRouter.install(self.models)
         self.replay = RouterReplay(self.models, config.rollout.router_replay)
+        self.teacher_heads: TeacherHeads | None = None
         if self.models[-1].post_process:
-            LogprobHead.install(self.models[-1], self.vocab_size, config.rollout.temperature)
+            head = LogprobHead.install(self.models[-1], self.vocab_size, config.rollout.temperature)
+            if self.objective.divergence is not None:
+                self.teacher_heads = TeacherHeads(config.teachers.models, head)
         self.chunks = wrap(self.models, self._table)
         self.load_hf(config.student.checkpoint)
 
@@ -95,11 +101,13 @@ class Learner:
         row_weights, factors = batch_weights(batch, self.config.objective)
         mine, num_packed = self._micro_batches(batch, row_weights)
         self._refuse_unless_routed(mine)
+        self._refuse_unless_hidden(mine)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         agreement = Agreement(num_cells)
-        sums = reduce_sums(self._run(mine, partial(self._loss, num_cells, num_packed), agreement), num_cells)
+        loss_of_micro, ask = partial(self._loss, num_cells, num_packed), partial(self._ask, batch.cells)
+        sums = reduce_sums(self._run(mine, loss_of_micro, agreement, ask), num_cells)
         loss = total_loss(sums)
         self._refuse_unless_finite("loss", loss)
         self.scheduler.step(1)
@@ -113,7 +121,14 @@ class Learner:
             learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups) or 0.0,
             num_tokens=int(batch.lengths.sum()),
             num_micro_batches=len(mine),
-            cells=cell_metrics(sums, agreement.reduce(), batch.cells, batch.cell, factors),
+            cells=cell_metrics(
+                sums,
+                agreement.reduce(),
+                batch.cells,
+                batch.cell,
+                factors,
+                with_kl=self.objective.divergence is not None,
+            ),
         )
 
     @torch.no_grad()
@@ -148,7 +163,7 @@ class Learner:
         mine, _ = self._micro_batches(batch, np.zeros(len(batch), np.float32))
         for chunk in self.chunks:
             chunk.eval()
-        parts = self._run(mine, keep_logprobs, observer, forward_only=True)
+        parts = self._run(mine, keep_logprobs, observer, score_all, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
         return mine, parts
@@ -163,22 +178,31 @@ class Learner:
         mine: Sequence[DeviceMicroBatch],
         loss: LossFunction,
         observer: Observer | None,
+        ask: Ask,
         forward_only: bool = False,
     ) -> list[Tensor]:
         """Megatron's schedule over the micro-batches; what `loss` keeps of each, on ranks of the last stage."""
         prepare = partial(self.replay.aim, observer=observer)
-        kept = run_schedule(self.chunks, mine, loss, forward_only=forward_only, prepare=prepare)
+        kept = run_schedule(self.chunks, mine, loss, forward_only=forward_only, ask=ask, prepare=prepare)
         self.replay.check_idle()
         return kept
+
+    def _ask(self, cells: Sequence[Cell], head: LogprobHead, micro: DeviceMicroBatch) -> AbstractContextManager[None]:
+        """What the objective needs of the head."""
+        if self.objective.divergence is None:
+            return score_all(head, micro)
+        assert self.teacher_heads is not None
+        return head.comparing(micro.target_T, self.objective.divergence, self.teacher_heads.rows(cells, micro))
 
     def _loss(
         self, num_cells: int, num_packed: int, micro: DeviceMicroBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs_T = output[0, :, 0]
-        scored = TargetLogprobs(*output[0].detach().unbind(-1))
+        columns = TargetLogprobs if self.objective.divergence is None else TargetDivergence
+        scored = columns(*output[0].detach().unbind(-1))
+        value_T = columns(*output[0].unbind(-1)).value_T
         terms = self.objective(scored.logprobs_T, micro.columns)
-        loss = (terms.coefficient_T * logprobs_T).sum() * num_packed
-        num_tokens = torch.tensor(len(logprobs_T), dtype=torch.int, device=device.DEVICE)
+        loss = (terms.coefficient_T * value_T).sum() * num_packed
+        num_tokens = torch.tensor(len(value_T), dtype=torch.int, device=device.DEVICE)
         return loss, num_tokens, micro_batch_sums(terms, micro, scored, num_cells)
 
     def _refuse_unless_routed(self, mine: Sequence[DeviceMicroBatch]) -> None:
@@ -187,6 +211,14 @@ class Learner:
             raise UserError(
                 f"the batch of step {self.step + 1} has no routed experts; turn rollout.router_replay off, or let the "
                 "rollout engine record them"
+            )
+
+    def _refuse_unless_hidden(self, mine: Sequence[DeviceMicroBatch]) -> None:
+        bare = any(micro.teacher_hidden_SD is None and micro.columns.loss_mask_T.any() for micro in mine)
+        if self.objective.divergence is not None and bare:
+            raise UserError(
+                f"the batch of step {self.step + 1} has no hidden states of the teachers; objective.name="
+                f"{self.config.objective.name} needs batches that were scored for it"
             )
 
     def _refuse_unless_finite(self, what: str, value: float) -> None:

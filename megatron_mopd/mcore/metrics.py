@@ -8,8 +8,9 @@ they were sampled, from the rollout's distribution q, against the trainer's p. W
 and the second form (k3 of http://joschu.net/blog/kl-approx.html) is never negative and varies less. It is computed in
 float64: e^m - 1 - m is about m^2 / 2, far below the rounding of float32.
 
-The gradient of the loss with respect to the logits of a token is its coefficient times that of its log-prob, whose size
-the head knows (objectives/logprobs.py): so the gradient of each cell is measured without another backward pass.
+The gradient of the loss with respect to the logits of a token is its coefficient times that of its log-prob or
+divergence, whose size the head knows (objectives/logprobs.py, objectives/distribution.py): so the gradient of each cell
+is measured without another backward pass.
 
 Shape suffixes: T packed tokens, C cells, M sums per cell, B position buckets.
 """
@@ -27,9 +28,10 @@ from torch import Tensor
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.collectives import from_last_stage, gather_over_data
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch
+from megatron_mopd.objectives.distribution import TargetDivergence
 from megatron_mopd.objectives.logprobs import TargetLogprobs
 from megatron_mopd.objectives.objective import TokenTerms
-from megatron_mopd.types import NUM_BUCKETS, NUM_DECILES, NUM_QUARTERS, Cell, CellMetrics, Mean
+from megatron_mopd.types import NOTHING, NUM_BUCKETS, NUM_DECILES, NUM_QUARTERS, Cell, CellMetrics, Mean
 
 
 class _Sum(IntEnum):
@@ -42,16 +44,20 @@ class _Sum(IntEnum):
     LOSS = 6
     MISMATCH_KL = 7
     GRAD_SQUARE = 8
-    BUCKETS = 9  # tokens, reverse KL and mismatch of the first bucket, then of the others
+    KL = 9
+    BUCKETS = 10  # tokens, reverse KL and mismatch of the first bucket, then of the others
     MISMATCH_MAX = BUCKETS + 3 * NUM_BUCKETS  # a maximum, and the last: everything before it is added
 
 
 _NUM_SUMS = _Sum.MISMATCH_MAX + 1
 
 
-def micro_batch_sums(terms: TokenTerms, micro: DeviceMicroBatch, scored: TargetLogprobs, num_cells: int) -> Tensor:
+def micro_batch_sums(
+    terms: TokenTerms, micro: DeviceMicroBatch, scored: TargetLogprobs | TargetDivergence, num_cells: int
+) -> Tensor:
     """[C, M] float64 of one micro-batch on one context-parallel rank."""
     size = terms.mismatch_T.abs()
+    kl_T = scored.divergence_T if isinstance(scored, TargetDivergence) else torch.zeros_like(size)
     per_token = (
         terms.trained_T,
         terms.reverse_kl_T,
@@ -59,9 +65,10 @@ def micro_batch_sums(terms: TokenTerms, micro: DeviceMicroBatch, scored: TargetL
         scored.entropy_T.where(terms.trained_T, 0.0),
         size,
         micro.columns.loss_mask_T & ~terms.trained_T,
-        terms.coefficient_T * scored.logprobs_T,
+        terms.coefficient_T * scored.value_T,
         torch.expm1(terms.mismatch_T.double()) - terms.mismatch_T.double(),
         terms.coefficient_T.double().square() * scored.grad_square_T,
+        kl_T.where(terms.trained_T, 0.0),
     )
     by_position = (terms.trained_T, terms.reverse_kl_T, size)
     largest_C = size.new_zeros(num_cells, dtype=torch.float64).scatter_reduce_(0, micro.cell_T, size.double(), "amax")
@@ -103,10 +110,15 @@ def total_loss(sums_CM: np.ndarray) -> float:
 
 
 def cell_metrics(
-    sums_CM: np.ndarray, routes_C2: np.ndarray, cells: Sequence[Cell], cell_of_row: np.ndarray, factors_C: np.ndarray
+    sums_CM: np.ndarray,
+    routes_C2: np.ndarray,
+    cells: Sequence[Cell],
+    cell_of_row: np.ndarray,
+    factors_C: np.ndarray,
+    with_kl: bool,
 ) -> dict[Cell, CellMetrics]:
     """Metrics of each cell with a row in the batch. `routes_C2`: (agreeing, recorded) choices of experts; `factors_C`:
-    those of objectives/balance.py."""
+    those of objectives/balance.py; `with_kl`: the objective compares distributions."""
     trajectories = np.bincount(cell_of_row, minlength=len(cells))
     columns = (sums_CM, routes_C2.tolist(), trajectories.tolist(), factors_C.tolist())
     out = {}
@@ -131,6 +143,7 @@ def cell_metrics(
                 reverse_kl_deciles=_means(reverse_kl_B, tokens_B, NUM_DECILES),
                 logit_grad_norm=math.sqrt(sums[_Sum.GRAD_SQUARE]),
                 weight=factor,
+                kl=Mean(sums[_Sum.KL] * per_token, tokens) if with_kl else NOTHING,
             )
     return out
 

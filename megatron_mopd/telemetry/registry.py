@@ -34,6 +34,7 @@ RUN_METRICS = _by_name(
         Metric(f"train/reverse_kl_decile_{i}", "nats/token", f"train/reverse_kl in tenth {i} of each row's tokens")
         for i in range(1, NUM_DECILES + 1)
     ),
+    Metric("train/kl", "nats/token", "reverse KL over the vocabulary or the top k, where it is the objective"),
     Metric("train/logit_grad_norm", "", "norm of the gradient of the loss with respect to the logits of the batch"),
     Metric("train/clip_fraction", "share", "tokens whose log-ratio lies outside +-R_max"),
     Metric("train/entropy", "nats/token", "student's entropy over the vocabulary at the sampling temperature"),
@@ -70,6 +71,7 @@ CELL_METRICS = _by_name(
         Metric(f"reverse_kl_decile_{i}", "nats/token", f"as train/reverse_kl_decile_{i}")
         for i in range(1, NUM_DECILES + 1)
     ),
+    Metric("kl", "nats/token", "as train/kl"),
     Metric("logit_grad_norm", "", "as train/logit_grad_norm, of the cell's tokens"),
     Metric("clip_fraction", "share", "as train/clip_fraction"),
     Metric("entropy", "nats/token", "as train/entropy"),

@@ -55,7 +55,7 @@ def _measured_means(metrics: StepMetrics | CellMetrics) -> dict[str, float]:
     """Means that are over fewer things than the trained tokens; without those of nothing."""
     named = {f"mismatch_quarter_{i}": mean for i, mean in enumerate(metrics.mismatch_quarters, start=1)}
     named |= {f"reverse_kl_decile_{i}": mean for i, mean in enumerate(metrics.reverse_kl_deciles, start=1)}
-    named["route_agreement"] = metrics.route_agreement
+    named |= {"route_agreement": metrics.route_agreement, "kl": metrics.kl}
     return {name: mean.value for name, mean in named.items() if mean.count}
 
 
