@@ -232,6 +232,7 @@ def teacher_lanes(config: Config, trace: Trace = NO_TRACE) -> Lanes:
             start_timeout_s=start[backend],
             start_option=f"{table[backend]}.start_timeout_s",
             check_hope=hope(config),
+            with_hidden=config.objective.needs_hidden,
             trace=trace,
         )
     return Lanes(lanes, config.teachers)

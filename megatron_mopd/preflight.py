@@ -35,8 +35,8 @@ from megatron_mopd.telemetry.sinks import check_sinks
 def preflight(config: Config, world_size: int) -> str:
     """Check the run that `world_size` ranks would make; return the coverage table of the router, and what is
     continued."""
-    if config.objective.name != "mopd":
-        raise UserError(f"objective.name={config.objective.name} has no rollouts to train on; `mopd train` takes mopd")
+    if config.objective.name == "sft":
+        raise UserError("objective.name=sft has no rollouts to train on; `mopd train` takes mopd, topk and full_kl")
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     check_student(config.student.checkpoint, hf_config)
     check_run_folder(config.run.folder)
@@ -46,6 +46,7 @@ def preflight(config: Config, world_size: int) -> str:
     Layout.from_table(config.megatron).check(hf_config, world_size)
     router = Router(config.teachers.models, config.prompts.cells)
     padding = check_teachers(config)
+    check_objective(config, hf_config)
     for name, environment in config.environments.items():
         check_options(name, environment, load_factory(name, environment.factory))
     check_rollout(config, table, hf_config)
@@ -84,6 +85,29 @@ def check_teachers(config: Config) -> list[str]:
             )
         read_facts(teacher.megatron_checkpoint)
     return said
+
+
+def check_objective(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Distributions are compared where the teachers' hidden states can be had, over one vocabulary."""
+    if not config.objective.needs_hidden:
+        return
+    asked, student_rows = f"objective.name={config.objective.name}", hf_config["vocab_size"]
+    if others := config.teachers.backends - {"megatron"}:
+        raise UserError(
+            f"{asked} needs the teachers' hidden states, which the {min(others)} backend does not give; set "
+            "teachers.backend=megatron"
+        )
+    for teacher in config.teachers.models:
+        if (rows := read_hf_config(teacher.checkpoint, f"teacher {teacher.name}")["vocab_size"]) != student_rows:
+            raise UserError(
+                f"{asked} compares distributions over one vocabulary: teacher {teacher.name} has {rows} rows, the "
+                f"student {student_rows}; set objective.name=mopd"
+            )
+    if config.objective.name == "topk" and config.objective.top_k > student_rows:
+        raise UserError(
+            f"objective.top_k={config.objective.top_k} is more than the vocabulary ({student_rows}); lower it, or set "
+            "objective.name=full_kl"
+        )
 
 
 def check_run_folder(folder: Path) -> None:

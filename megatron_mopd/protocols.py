@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from megatron_mopd.scores import Scores
 from megatron_mopd.types import Outcome, Prompt, Segment, Trajectory
 
 
@@ -94,6 +95,15 @@ class TeacherScorer(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class HiddenScorer(TeacherScorer, Protocol):
+    """One that also gives hidden states, which objectives over whole distributions need: the teacher service."""
+
+    async def score_hidden(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        """As `score`, with the hidden states [R, D] that the teacher's output layer reads at each response token."""
+        ...
 
 
 @dataclass(frozen=True)

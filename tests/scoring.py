@@ -15,10 +15,12 @@ import numpy as np
 from tiny import VOCAB_SIZE
 
 from megatron_mopd.config import Config
+from megatron_mopd.scores import Scores
 from megatron_mopd.service.front import Front, ScoreWork, Served
 
 TEACHERS = ("a", "b")
 MAX_TOKENS = 64
+WIDTH = 6
 
 
 def config_of(folder: Path, **tables: Any) -> Config:
@@ -40,6 +42,11 @@ def config_of(folder: Path, **tables: Any) -> Config:
 
 def formula(teacher: str, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
     return -(np.float32(len(prompt)) + np.arange(len(response)) + response / 1000 + ord(teacher[0])).astype(np.float32)
+
+
+def hidden_of(teacher: str, response: np.ndarray) -> np.ndarray:
+    """[R, WIDTH], the bits of bfloat16 numbers."""
+    return (0x3F80 + (response[:, None] + np.arange(WIDTH) + ord(teacher[0])) % 100).astype(np.uint16)
 
 
 class Scoring:
@@ -69,7 +76,7 @@ class Scoring:
                 work.failed(self.failure)
             else:
                 rows = zip(work.prompts, work.responses, strict=True)
-                work.done([self.answer(work.teacher, prompt, response) for prompt, response in rows])
+                work.done([Scores(self.answer(work.teacher, p, r), hidden_of(work.teacher, r)) for p, r in rows])
 
     def ended(self, within_s: float) -> bool:
         """Whether the front has been drained in that time."""

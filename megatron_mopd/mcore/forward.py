@@ -30,7 +30,7 @@ from megatron.core.utils import unwrap_model
 
 # From a micro-batch and the head's output [1, S, columns] to what Megatron's schedule takes: loss, token count, what to
 # keep.
-LossFunction = Callable[[DeviceMicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
+LossFunction = Callable[[DeviceMicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
 # The packed tokens of a micro-batch that the head scores, [S] int64; None: all, S = T.
 Positions = Callable[[DeviceMicroBatch], Tensor | None]
 # What the head is to answer for a micro-batch, while the model runs.
@@ -65,7 +65,7 @@ def run_schedule(
     forward_only: bool,
     ask: Ask = score_all,
     prepare: Prepare | None = None,
-) -> list[Tensor]:
+) -> list[Any]:
     """Megatron's schedule over this rank's micro-batches; what `loss` keeps of each, on ranks of the last stage.
 
     `chunks` are the rank's virtual stages; `prepare` is called before each forward of one. Collective.
@@ -104,6 +104,14 @@ def keep_logprobs(micro: DeviceMicroBatch, output: Tensor) -> tuple[Tensor, Tens
     return logprobs_S.sum(), torch.tensor(len(logprobs_S), dtype=torch.int), logprobs_S
 
 
+def keep_scores(
+    dtype: torch.dtype, micro: DeviceMicroBatch, output: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """LossFunction of a scoring pass with hidden states: keeps the log-probs [S], and those [S, D] in their dtype."""
+    loss, num_tokens, logprobs_S = keep_logprobs(micro, output)
+    return loss, num_tokens, (logprobs_S, output[0, :, 3:].to(dtype))
+
+
 def collect_logprobs(
     mine: Sequence[DeviceMicroBatch],
     kept: Sequence[Tensor],
@@ -123,3 +131,12 @@ def collect_logprobs(
     sum_over_data(logprobs_N)  # each token has one owner
     from_last_stage(logprobs_N)
     return logprobs_N
+
+
+def collect_hidden(mine: Sequence[DeviceMicroBatch], kept: Sequence[Tensor], index_N: Tensor, out_MD: Tensor) -> None:
+    """Fill `out_MD`, zeros on every rank, with the hidden states of the tokens in the mask: of token n of the batch at
+    row index_N[n]. `kept` are those of `run_schedule` for the responses. Collective."""
+    for micro, hidden_SD in zip(mine if kept else [], kept, strict=True):
+        out_MD[index_N[micro.token_T[response_tokens(micro)]]] = hidden_SD
+    sum_over_data(out_MD)  # each token has one owner, and adding zeros changes no bit
+    from_last_stage(out_MD)

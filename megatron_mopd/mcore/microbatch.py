@@ -123,11 +123,11 @@ def _to_device(micro: MicroBatch, origin: np.ndarray, with_routes: bool) -> Devi
             max_seqlen_kv=micro.max_seqlen,
         ),
         routed_experts=None if routes is None else torch.from_numpy(routes),
-        teacher_hidden_SD=None if micro.teacher_hidden is None else _from_bits(micro.teacher_hidden),
+        teacher_hidden_SD=None if micro.teacher_hidden is None else from_bits(micro.teacher_hidden),
     )
 
 
-def _from_bits(hidden_SD: np.ndarray) -> Tensor:
+def from_bits(hidden_SD: np.ndarray) -> Tensor:
     """See scores.py."""
     tensor = torch.from_numpy(hidden_SD)
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor

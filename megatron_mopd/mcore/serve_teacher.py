@@ -28,6 +28,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device, parallel
 from megatron_mopd.mcore.teacher_ranks import TeacherRanks, max_tokens, service_layout
 from megatron_mopd.ranks import end_with_launcher, rank
+from megatron_mopd.scores import Scores
 from megatron_mopd.teachers.identity import fingerprint
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ HEARTBEAT_S = 1.0
 class Order(enum.IntEnum):
     """What rank 0 tells the others to do next."""
 
-    WAIT, SCORE, END = range(3)
+    WAIT, SCORE, SCORE_HIDDEN, END = range(4)
 
 
 def serve(config: Config) -> None:
@@ -87,17 +88,24 @@ def answer_until_drained(front: Front | None, ranks: TeacherRanks, names: Sequen
         if order is Order.WAIT:
             continue
         try:
-            logprobs = ranks.score(names[teacher], prompts, responses)
+            scores = scores_of(ranks, order, names[teacher], prompts, responses)
         except UserError as error:  # of this batch or this teacher alone
             if work is not None:
                 work.failed(error)
         else:
             if work is not None:
-                assert logprobs is not None
-                work.done(logprobs)
+                assert scores is not None
+                work.done(scores)
 
 
 Rows = list[np.ndarray]
+
+
+def scores_of(ranks: TeacherRanks, order: Order, teacher: str, prompts: Rows, responses: Rows) -> list[Scores] | None:
+    if order is Order.SCORE_HIDDEN:
+        return ranks.score_hidden(teacher, prompts, responses)
+    logprobs = ranks.score(teacher, prompts, responses)
+    return None if logprobs is None else [Scores(row) for row in logprobs]
 
 
 def exchange(front: Front | None, work: ScoreWork | None, names: Sequence[str]) -> tuple[Order, int, Rows, Rows]:
@@ -105,11 +113,12 @@ def exchange(front: Front | None, work: ScoreWork | None, names: Sequence[str]) 
     header, content = torch.zeros(4, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
     if work is not None:
         content = _content(work)
-        header = torch.tensor([Order.SCORE, names.index(work.teacher), len(work.prompts), len(content)])
+        order = Order.SCORE_HIDDEN if work.with_hidden else Order.SCORE
+        header = torch.tensor([order, names.index(work.teacher), len(work.prompts), len(content)])
     elif front is not None and front.drained:
         header[0] = Order.END
     order, teacher, num_rows, size = _broadcast(header).tolist()
-    if order != Order.SCORE:
+    if order not in (Order.SCORE, Order.SCORE_HIDDEN):
         return Order(order), teacher, [], []
     received = _broadcast(content if work is not None else torch.zeros(size, dtype=torch.int32)).numpy()
     lengths, tokens = received[: 2 * num_rows], received[2 * num_rows :]

@@ -10,7 +10,7 @@ from a Hugging Face folder and from a Megatron checkpoint of any layout; a layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,14 +35,14 @@ LAYER = "output_layer.weight"
 class TeacherHeads:
     def __init__(self, teachers: Sequence[Teacher], head: LogprobHead) -> None:
         """Raises UserError for a teacher whose vocabulary is not the student's."""
-        self._weights = {teacher.cell: _read(teacher, head) for teacher in teachers}
+        self.weights: Mapping[Cell, Tensor] = {teacher.cell: _read(teacher, head) for teacher in teachers}
 
     def rows(self, cells: Sequence[Cell], micro: DeviceMicroBatch) -> Iterator[TeacherRows]:
         """Teacher by teacher, the tokens of a micro-batch that are in the mask; at least one, maybe of no tokens."""
         at_S = micro.columns.loss_mask_T.nonzero()[:, 0]
         cell_S = micro.cell_T[at_S]
         for index in cell_S.unique().tolist() or [0]:
-            weight_vD, of_cell_S = self._weights[cells[index]], cell_S == index
+            weight_vD, of_cell_S = self.weights[cells[index]], cell_S == index
             hidden_SD = micro.teacher_hidden_SD
             if hidden_SD is None:  # there are no such tokens, see Learner
                 hidden_SD = weight_vD.new_zeros(len(at_S), weight_vD.shape[1])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from torch import Tensor
 from megatron_mopd.config import Config, Teacher
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
-from megatron_mopd.mcore import device  # noqa: F401
+from megatron_mopd.mcore import device
 from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.forward import (
+    collect_hidden,
     collect_logprobs,
     keep_logprobs,
+    keep_scores,
     response_tokens,
     run_schedule,
     score_responses,
@@ -37,6 +40,7 @@ from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch, micro_batches
 from megatron_mopd.mcore.model import build_model
 from megatron_mopd.mcore.teacher_weights import TeacherWeights
+from megatron_mopd.scores import Scores, is_finite
 from megatron_mopd.types import Batch, Cell
 
 # isort: split
@@ -68,12 +72,12 @@ class TeacherRanks:
             if model.config.fp8:
                 prepare_model_for_fp8_inference(model)  # its products want multiples of 16 tokens
         of_16_bits = self.models[0].config.bf16
+        self._dtype = torch.bfloat16 if of_16_bits else torch.float32
         self.chunks = [Float16Module(m.config, m).eval() if of_16_bits else m for m in self.models]
         limits = config.service.resident_teachers, config.service.offloaded_teachers
         self.weights = TeacherWeights(self.models, teachers, *limits)
         self.weights.load_all()
 
-    @torch.no_grad()
     def score(
         self, teacher: str, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
     ) -> list[np.ndarray] | None:
@@ -82,23 +86,52 @@ class TeacherRanks:
         Raises UserError for rows that no teacher could score (on all ranks), for files that can not be read again (on
         all), and for log-probs that are not finite (on rank 0).
         """
+        scores = self._score(teacher, prompts, responses, with_hidden=False)
+        return None if scores is None else [row.logprobs for row in scores]
+
+    def score_hidden(
+        self, teacher: str, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
+    ) -> list[Scores] | None:
+        """As `score`, with the hidden states [R, D] that the head reads at each response token, unrounded."""
+        return self._score(teacher, prompts, responses, with_hidden=True)
+
+    @torch.no_grad()
+    def _score(
+        self, teacher: str, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], with_hidden: bool
+    ) -> list[Scores] | None:
         batch = batch_of(prompts, responses)
         self._refuse_bad_tokens(teacher, batch, prompts, responses)
-        rank = dist.get_rank()
-        if not len(batch):
-            return None if rank else [np.zeros(0, np.float32) for _ in responses]
-        self.weights.switch_to(teacher)
-        mine = self.pack(batch)
-        kept = self.forward(mine)
-        logprobs_N = collect_logprobs(mine, kept, len(batch.token_ids), response_tokens)
-        if rank:
+        hidden = np.zeros((0, self.models[0].config.hidden_size), np.float32)
+        logprobs = np.zeros(0, np.float32)
+        if len(batch):
+            self.weights.switch_to(teacher)
+            mine = self.pack(batch)
+            kept = self.forward(mine, with_hidden)
+            if with_hidden:
+                hidden = self._hidden(mine, [part for _, part in kept], batch)
+                kept = [part for part, _ in kept]
+            logprobs_N = collect_logprobs(mine, kept, len(batch.token_ids), response_tokens)
+            logprobs = logprobs_N.cpu().numpy()[batch.loss_mask]
+        if dist.get_rank():
             return None
-        scored = logprobs_N.cpu().numpy()[batch.loss_mask]
         ends = np.cumsum([len(response) for response in responses])
-        if not np.isfinite(scored).all():
-            row = int(np.searchsorted(ends, np.isfinite(scored).argmin(), side="right"))
+        if not np.isfinite(logprobs).all():
+            row = int(np.searchsorted(ends, np.isfinite(logprobs).argmin(), side="right"))
             raise UserError(f"teacher {teacher} gives a log-prob that is not finite for row {row} of {len(ends)}")
-        return np.split(scored, ends[:-1])
+        if with_hidden and not is_finite(hidden):
+            raise UserError(f"teacher {teacher} gives a hidden state that is not finite")
+        rows = np.split(logprobs, ends[:-1])
+        hidden_rows = np.split(hidden, ends[:-1]) if with_hidden else [None] * len(rows)
+        return [Scores(*row) for row in zip(rows, hidden_rows, strict=True)]
+
+    def _hidden(self, mine: Sequence[DeviceMicroBatch], kept: Sequence[Tensor], batch: Batch) -> np.ndarray:
+        """[M, D] of the M response tokens, on the host of every rank."""
+        index_N = torch.from_numpy(np.cumsum(batch.loss_mask) - 1).to(device.DEVICE)
+        shape = (int(batch.loss_mask.sum()), self.models[0].config.hidden_size)
+        hidden_MD = torch.zeros(shape, dtype=self._dtype, device=device.DEVICE)
+        collect_hidden(mine, kept, index_N, hidden_MD)
+        bits = torch.uint16 if self._dtype == torch.bfloat16 else self._dtype
+        return hidden_MD.cpu().view(bits).numpy()
 
     def pack(self, batch: Batch) -> list[DeviceMicroBatch]:
         """The micro-batches of this rank."""
@@ -106,9 +139,12 @@ class TeacherRanks:
         return micro_batches(batch, weights, self.layout, self._max_tokens, self.vocab_size, False)[0]
 
     @torch.no_grad()
-    def forward(self, mine: Sequence[DeviceMicroBatch]) -> list[Tensor]:
-        """The log-probs of the responses of each micro-batch, on ranks of the last stage. Collective."""
-        return run_schedule(self.chunks, mine, keep_logprobs, forward_only=True, ask=score_responses)
+    def forward(self, mine: Sequence[DeviceMicroBatch], with_hidden: bool = False) -> list[Any]:
+        """The log-probs of the responses of each micro-batch (with their hidden states), on ranks of the last stage.
+        Collective."""
+        keep = partial(keep_scores, self._dtype) if with_hidden else keep_logprobs
+        ask = partial(score_responses, with_hidden=with_hidden)
+        return run_schedule(self.chunks, mine, keep, forward_only=True, ask=ask)
 
     def _refuse_bad_tokens(
         self, teacher: str, batch: Batch, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]

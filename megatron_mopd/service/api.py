@@ -112,12 +112,12 @@ class Api:
         key = request.headers.get("Idempotency-Key", "")
         if not key.isascii():
             raise Refusal(400, "the Idempotency-Key is not of ASCII characters")
-        logprobs = await self._replies.logprobs(key, call)
+        scores = await self._replies.scores(key, call)
         fingerprint = self._served[call.teacher].fingerprint
         if in_json:
-            rows = [row.tolist() for row in split(logprobs, list(map(len, call.responses)))]
+            rows = [row.tolist() for row in split(scores.logprobs, list(map(len, call.responses)))]
             return web.json_response({"logprobs": rows, "fingerprint": fingerprint})
-        reply = ScoreReply(call.teacher, fingerprint, key, logprobs)
+        reply = ScoreReply(call.teacher, fingerprint, key, scores.logprobs, scores.hidden)
         return web.Response(body=encode_reply(reply), content_type=BINARY)
 
 

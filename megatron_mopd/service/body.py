@@ -3,8 +3,9 @@
     request   token_ids        integers [N]: prompt, response, prompt, ...
               prompt_lengths   integers [n]
               response_lengths integers [n]
-              metadata         version, teacher, temperature, fingerprint
+              metadata         version, teacher, temperature, fingerprint, hidden "1" where they are asked for
     reply     logprobs         float32 [sum of response_lengths]
+              hidden           [sum of response_lengths, D] float32, or uint16: the bits of bfloat16
               metadata         version, teacher, fingerprint, key
 
 Integers are uint16 where all of them fit (token ids: where the vocabulary has at most 65536 tokens), else int32.
@@ -12,7 +13,7 @@ Integers are uint16 where all of them fit (token ids: where the vocabulary has a
 Promises (tests/unit/test_service_body.py): what is encoded is decoded to the same numbers; a body that is cut, foreign
 or inconsistent raises BadBody with the reason, and nothing else. Torch-free.
 
-Shape suffixes: N tokens of all rows, n rows, R response tokens of all rows.
+Shape suffixes: N tokens of all rows, n rows, R response tokens of all rows, D width of the teacher.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from safetensors.numpy import save
 VERSION = "1"
 SMALL_VOCABULARY = 1 << 16
 _INTEGERS = ("U16", "I32")
+_HIDDEN = ("U16", "F32")
 _DTYPES = {"U16": np.dtype("<u2"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4")}
 
 
@@ -46,10 +48,12 @@ class ScoreCall:
     responses: Sequence[np.ndarray]
     temperature: float | None = None
     fingerprint: str | None = None
+    with_hidden: bool = False
 
     def digest(self) -> bytes:
         """A hash of what is asked. Not of the body: safetensors writes metadata in no particular order."""
-        words = [self.teacher, self.temperature, self.fingerprint, *map(len, self.prompts), *map(len, self.responses)]
+        words = [self.teacher, self.temperature, self.fingerprint, self.with_hidden]
+        words += [*map(len, self.prompts), *map(len, self.responses)]
         hashed = hashlib.blake2b(json.dumps(words).encode(), digest_size=16)
         for row in (*self.prompts, *self.responses):
             hashed.update(row.astype("<i4", copy=False).tobytes())
@@ -58,12 +62,14 @@ class ScoreCall:
 
 @dataclass(frozen=True)
 class ScoreReply:
-    """`logprobs` float32 [R] of all rows, in the order of the request; `key` is the request's Idempotency-Key."""
+    """`logprobs` float32 [R] of all rows, in the order of the request; `key` is the request's Idempotency-Key; `hidden`
+    [R, D] if they were asked for, see scores.py."""
 
     teacher: str
     fingerprint: str
     key: str
     logprobs: np.ndarray
+    hidden: np.ndarray | None = None
 
 
 def encode_call(call: ScoreCall, vocab_size: int) -> bytes:
@@ -79,6 +85,7 @@ def encode_call(call: ScoreCall, vocab_size: int) -> bytes:
         "response_lengths": _lengths(call.responses),
     }
     words = {"teacher": call.teacher, "temperature": repr(call.temperature), "fingerprint": call.fingerprint}
+    words |= {"hidden": "1"} if call.with_hidden else {}
     return save(tensors, {"version": VERSION, **words})
 
 
@@ -90,6 +97,8 @@ def _lengths(rows: Sequence[np.ndarray]) -> np.ndarray:
 def decode_call(body: bytes) -> ScoreCall:
     tensors, metadata = _read(body, dict.fromkeys(("token_ids", "prompt_lengths", "response_lengths"), _INTEGERS))
     _check_words(metadata, "teacher", "temperature", "fingerprint")
+    if (hidden := metadata.get("hidden", "0")) not in ("0", "1"):
+        raise BadBody(f"hidden is {hidden!r}; expected is '1' or nothing")
     prompts_n, responses_n = tensors["prompt_lengths"], tensors["response_lengths"]
     if len(prompts_n) != len(responses_n):
         raise BadBody(f"{len(prompts_n)} prompt_lengths, but {len(responses_n)} response_lengths")
@@ -100,20 +109,25 @@ def decode_call(body: bytes) -> ScoreCall:
     if lengths_2n.sum() != len(token_ids_N):
         raise BadBody(f"lengths add up to {lengths_2n.sum()}, but there are {len(token_ids_N)} token_ids")
     parts = split(token_ids_N, lengths_2n)
+    temperature = _temperature(metadata["temperature"])
     return ScoreCall(
-        metadata["teacher"], parts[::2], parts[1::2], _temperature(metadata["temperature"]), metadata["fingerprint"]
+        metadata["teacher"], parts[::2], parts[1::2], temperature, metadata["fingerprint"], with_hidden=hidden == "1"
     )
 
 
 def encode_reply(reply: ScoreReply) -> bytes:
     words = {"teacher": reply.teacher, "fingerprint": reply.fingerprint, "key": reply.key}
-    return save({"logprobs": reply.logprobs.astype(np.float32, copy=False)}, {"version": VERSION, **words})
+    tensors = {"logprobs": reply.logprobs.astype(np.float32, copy=False)}
+    if reply.hidden is not None:
+        tensors["hidden"] = reply.hidden
+    return save(tensors, {"version": VERSION, **words})
 
 
 def decode_reply(body: bytes) -> ScoreReply:
-    tensors, metadata = _read(body, {"logprobs": ("F32",)})
+    tensors, metadata = _read(body, {"logprobs": ("F32",)}, {"hidden": _HIDDEN})
     _check_words(metadata, "teacher", "fingerprint", "key")
-    return ScoreReply(metadata["teacher"], metadata["fingerprint"], metadata["key"], tensors["logprobs"])
+    words = (metadata["teacher"], metadata["fingerprint"], metadata["key"])
+    return ScoreReply(*words, tensors["logprobs"], tensors.get("hidden"))
 
 
 def split(values: np.ndarray, lengths: Sequence[int] | np.ndarray) -> list[np.ndarray]:
@@ -121,8 +135,11 @@ def split(values: np.ndarray, lengths: Sequence[int] | np.ndarray) -> list[np.nd
     return np.split(values, np.cumsum(np.asarray(lengths, np.int64))[:-1]) if len(lengths) else []
 
 
-def _read(body: bytes, expected: Mapping[str, Sequence[str]]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The one-dimensional tensors of a safetensors byte string, and its metadata."""
+def _read(
+    body: bytes, expected: Mapping[str, Sequence[str]], optional: Mapping[str, Sequence[str]] | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The tensors of a safetensors byte string, and its metadata. Those that must be there have one axis, those that
+    may be there two."""
     try:
         stored = dict(safetensors.deserialize(body))
         header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
@@ -131,13 +148,17 @@ def _read(body: bytes, expected: Mapping[str, Sequence[str]]) -> tuple[dict[str,
     metadata = header.get("__metadata__", {})
     if metadata.get("version") != VERSION:
         raise BadBody(f"its metadata says version {metadata.get('version')!r}; this is version {VERSION}")
-    if stored.keys() != expected.keys():
+    optional = optional or {}
+    if not expected.keys() <= stored.keys() <= expected.keys() | optional.keys():
         raise BadBody(f"it holds {sorted(stored) or 'no tensor'}; expected are {', '.join(sorted(expected))}")
-    for name, dtypes in expected.items():
-        dtype, shape = stored[name]["dtype"], stored[name]["shape"]
-        if dtype not in dtypes or len(shape) != 1:
-            raise BadBody(f"{name} is {dtype} {shape}; expected is one axis of {' or '.join(dtypes)}")
-    return {name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]) for name, t in stored.items()}, metadata
+    tensors = {}
+    for name, tensor in stored.items():
+        dtype, shape = tensor["dtype"], tensor["shape"]
+        dtypes, axes = (expected[name], "one axis") if name in expected else (optional[name], "two axes")
+        if dtype not in dtypes or len(shape) != (1 if name in expected else 2):
+            raise BadBody(f"{name} is {dtype} {shape}; expected is {axes} of {' or '.join(dtypes)}")
+        tensors[name] = np.frombuffer(tensor["data"], _DTYPES[dtype]).reshape(shape)
+    return tensors, metadata
 
 
 def _check_words(metadata: Mapping[str, str], *names: str) -> None:

@@ -1,10 +1,11 @@
 """The client of a teacher service: one service URL, any of the teachers that it serves.
 
 A batch is one binary POST. Its Idempotency-Key is a hash of what is asked, so that a batch that is sent again, after a
-reply was lost or came cut, is not scored again. Every reply is checked: version, key, teacher, number of log-probs, all
-of them finite, and the fingerprint, which is the one of this run's own checkpoint or the run ends.
+reply was lost or came cut, is not scored again. Every reply is checked: version, key, teacher, number of log-probs (and
+number and width of hidden states, where they are asked for), all of them finite, and the fingerprint, which is the one
+of this run's own checkpoint or the run ends.
 
-Promises (tests/unit/test_service_client.py): implements protocols.TeacherScorer; what is not a whole and right reply is
+Promises (tests/unit/test_service_client.py): implements protocols.HiddenScorer; what is not a whole and right reply is
 EndpointDown with the reason; other weights under a teacher's name are a UserError, at once, never a score. Torch-free.
 """
 
@@ -22,10 +23,12 @@ import numpy as np
 from megatron_mopd.client import Client, EndpointBusy
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.protocols import EndpointDown, ScoreRequest
+from megatron_mopd.scores import Scores, problem_of_hidden
 from megatron_mopd.servers.launch import endpoints
 from megatron_mopd.service.arguments import NAME, api_key
-from megatron_mopd.service.body import BadBody, ScoreCall, decode_reply, encode_call, split
+from megatron_mopd.service.body import BadBody, ScoreCall, ScoreReply, decode_reply, encode_call, split
 from megatron_mopd.teachers.identity import Fingerprint, fingerprint
 
 PROBE_SILENCE_S = 10.0
@@ -40,7 +43,7 @@ def teacher_endpoints(config: Config) -> dict[str, list[ServiceClient]]:
 
 
 class ServiceClient:
-    """Implements protocols.TeacherScorer for the teachers of `config` on the backend megatron."""
+    """Implements protocols.HiddenScorer for the teachers of `config` on the backend megatron."""
 
     def __init__(self, url: str, config: Config):
         self.url = url
@@ -69,6 +72,12 @@ class ServiceClient:
             )
 
     async def score(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
+        return [scores.logprobs for scores in await self._score(teacher, requests, with_hidden=False)]
+
+    async def score_hidden(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        return await self._score(teacher, requests, with_hidden=True)
+
+    async def _score(self, teacher: str, requests: Sequence[ScoreRequest], with_hidden: bool) -> list[Scores]:
         identity = await self._identity(teacher)
         prompts = [np.array(request.prompt_ids, np.int32) for request in requests]
         responses = [np.array(request.response_ids, np.int32) for request in requests]
@@ -76,12 +85,15 @@ class ServiceClient:
             _check_ids(request, ids, identity.vocab_size)
         lengths = [len(response) for response in responses]
         if not sum(lengths):
-            return [np.zeros(0, np.float32) for _ in requests]
-        call = ScoreCall(teacher, prompts, responses, self._temperature, str(identity))
+            return [_nothing(self._width(teacher) if with_hidden else None) for _ in requests]
+        call = ScoreCall(teacher, prompts, responses, self._temperature, str(identity), with_hidden)
         key = call.digest().hex()
         body = await self._post(encode_call(call, identity.vocab_size), key)
-        logprobs = self._checked(body, key, teacher, identity, sum(lengths))
-        return split(logprobs, lengths)
+        reply = self._checked(body, key, teacher, identity, sum(lengths))
+        if not with_hidden:
+            return [Scores(logprobs) for logprobs in split(reply.logprobs, lengths)]
+        hidden = self._checked_hidden(reply.hidden, teacher, sum(lengths))
+        return [Scores(*row) for row in zip(split(reply.logprobs, lengths), split(hidden, lengths), strict=True)]
 
     async def close(self) -> None:
         await self._client.close()
@@ -98,8 +110,8 @@ class ServiceClient:
                     raise
                 await asyncio.sleep(pause_s)
 
-    def _checked(self, body: bytes, key: str, teacher: str, identity: Fingerprint, num_tokens: int) -> np.ndarray:
-        """The log-probs of a right reply [num_tokens]."""
+    def _checked(self, body: bytes, key: str, teacher: str, identity: Fingerprint, num_tokens: int) -> ScoreReply:
+        """A reply with the right log-probs [num_tokens]."""
         try:
             reply = decode_reply(body)
         except BadBody as error:
@@ -111,7 +123,19 @@ class ServiceClient:
             raise EndpointDown(self.url, f"it sent {len(reply.logprobs)} log-probs for {num_tokens} response tokens")
         if not np.isfinite(reply.logprobs).all():
             raise EndpointDown(self.url, "it sent a log-prob that is not finite")
-        return reply.logprobs
+        return reply
+
+    def _checked_hidden(self, hidden: np.ndarray | None, teacher: str, num_tokens: int) -> np.ndarray:
+        """[num_tokens, D]"""
+        if problem := problem_of_hidden(hidden, num_tokens):
+            raise EndpointDown(self.url, f"it sent {problem}")
+        assert hidden is not None
+        if hidden.shape[1] != (width := self._width(teacher)):
+            raise EndpointDown(self.url, f"it sent hidden states of width {hidden.shape[1]}, the teacher's is {width}")
+        return hidden
+
+    def _width(self, teacher: str) -> int:
+        return _hidden_size(self._teachers[teacher].checkpoint)
 
     def _check_fingerprint(self, teacher: str, served: str, identity: Fingerprint) -> None:
         if served != str(identity):
@@ -125,6 +149,16 @@ class ServiceClient:
             raise UserError(f"no teacher named {name}; known: {', '.join(self._teachers)}")
         teacher = self._teachers[name]
         return await asyncio.to_thread(_fingerprint, teacher.checkpoint, teacher.megatron_checkpoint, f"teacher {name}")
+
+
+@functools.cache
+def _hidden_size(checkpoint: Path) -> int:
+    return read_hf_config(checkpoint)["hidden_size"]
+
+
+def _nothing(width: int | None) -> Scores:
+    """Of an empty response."""
+    return Scores(np.zeros(0, np.float32), None if width is None else np.zeros((0, width), np.float32))
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 """Requests by their Idempotency-Key: one that comes again joins the work in flight, or gets the reply that was kept.
 
 Promises (tests/unit/test_service_front.py): a key is never scored twice, as long as its reply is kept (KEPT_BYTES of
-log-probs, the oldest leave first); what failed is forgotten, so that a retry is a new try; a request whose last client
-has hung up is withdrawn from the queue if nothing of it has begun.
+them, the oldest leave first; one with hidden states may be larger than all of it, and is not kept); what failed is
+forgotten, so that a retry is a new try; a request whose last client has hung up is withdrawn from the queue if nothing
+of it has begun.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from functools import partial
 
 import numpy as np
 
+from megatron_mopd.scores import Scores
 from megatron_mopd.service.body import ScoreCall
 from megatron_mopd.service.checks import Refusal
 from megatron_mopd.service.work import QueueFull, Request, WorkQueue
 
 KEPT_BYTES = 1 << 26
 ENTRY_BYTES = 1 << 10
-"""What an entry takes beside its log-probs, roughly."""
+"""What an entry takes beside its scores, roughly."""
 RETRY_AFTER_S = 1
 
 
@@ -29,24 +31,32 @@ class _Entry:
 
     def __init__(self, call: ScoreCall):
         self.digest, self.num_clients = call.digest(), 0
-        self.num_bytes = ENTRY_BYTES + 4 * sum(map(len, call.responses))
+        self.num_bytes = ENTRY_BYTES
         loop = asyncio.get_running_loop()
-        self.logprobs: asyncio.Future[np.ndarray] = loop.create_future()
-        self.request = Request(
-            call.teacher, call.prompts, call.responses, partial(loop.call_soon_threadsafe, self._settle)
-        )
+        self.scores: asyncio.Future[Scores] = loop.create_future()
+        settle = partial(loop.call_soon_threadsafe, self._settle)
+        self.request = Request(call.teacher, call.prompts, call.responses, settle, call.with_hidden)
 
-    def _settle(self, result: list[np.ndarray] | Exception) -> None:
+    def _settle(self, result: list[Scores] | Exception) -> None:
         if isinstance(result, Exception):
             self._fail(f"cannot be asked: {result}")
-        elif sick := [row for row, logprobs in enumerate(result) if not np.isfinite(logprobs).all()]:
+        elif sick := [row for row, scores in enumerate(result) if not np.isfinite(scores.logprobs).all()]:
             self._fail(f"gives non-finite log-probs for row {sick[0]}")
         else:
-            self.logprobs.set_result(np.concatenate([np.zeros(0, np.float32), *result]))  # not views of the batch
+            together = _together(result)
+            self.num_bytes += together.nbytes
+            self.scores.set_result(together)
 
     def _fail(self, problem: str) -> None:
-        self.logprobs.set_exception(Refusal(500, f"teacher {self.request.teacher} {problem}"))
-        self.logprobs.exception()  # seen, even where all clients have hung up
+        self.scores.set_exception(Refusal(500, f"teacher {self.request.teacher} {problem}"))
+        self.scores.exception()  # seen, even where all clients have hung up
+
+
+def _together(rows: list[Scores]) -> Scores:
+    """Row after row; not views of the batch that they were computed in."""
+    hidden = [row.hidden for row in rows if row.hidden is not None]
+    logprobs = np.concatenate([np.zeros(0, np.float32), *(row.logprobs for row in rows)])
+    return Scores(logprobs, np.concatenate(hidden) if hidden else None)
 
 
 class Replies:
@@ -58,8 +68,8 @@ class Replies:
         self._kept: deque[tuple[str, _Entry]] = deque()
         self._kept_bytes = 0
 
-    async def logprobs(self, key: str, call: ScoreCall) -> np.ndarray:
-        """Float32, row after row. An empty key is none."""
+    async def scores(self, key: str, call: ScoreCall) -> Scores:
+        """Row after row. An empty key is none."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._begin(key, call)
@@ -67,10 +77,10 @@ class Replies:
             raise Refusal(409, f"Idempotency-Key {key} came before with another body; use a key per body")
         entry.num_clients += 1
         try:
-            return await asyncio.shield(entry.logprobs)
+            return await asyncio.shield(entry.scores)
         finally:
             entry.num_clients -= 1
-            if not entry.num_clients and not entry.logprobs.done() and self._queue.withdraw(entry.request):
+            if not entry.num_clients and not entry.scores.done() and self._queue.withdraw(entry.request):
                 self._forget(key, entry)
 
     def _begin(self, key: str, call: ScoreCall) -> _Entry:
@@ -82,10 +92,10 @@ class Replies:
             raise Refusal(429, "too many tokens wait; try again later", RETRY_AFTER_S) from None
         if key:
             self._entries[key] = entry
-            entry.logprobs.add_done_callback(lambda done: self._keep(key, entry, done))
+            entry.scores.add_done_callback(lambda done: self._keep(key, entry, done))
         return entry
 
-    def _keep(self, key: str, entry: _Entry, done: asyncio.Future[np.ndarray]) -> None:
+    def _keep(self, key: str, entry: _Entry, done: asyncio.Future[Scores]) -> None:
         if done.cancelled() or done.exception() is not None:
             return self._forget(key, entry)
         self._kept.append((key, entry))

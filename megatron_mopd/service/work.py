@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from megatron_mopd.scores import Scores
+
 TURN_S = 10.0
 
 
@@ -26,7 +28,7 @@ class QueueFull(Exception):
 
 
 class Request:
-    """Rows that are answered together. `settle` is called once, by the thread that computes: with all log-probs, in the
+    """Rows that are answered together. `settle` is called once, by the thread that computes: with all scores, in the
     order of the rows, or with the error."""
 
     def __init__(
@@ -34,11 +36,13 @@ class Request:
         teacher: str,
         prompts: Sequence[np.ndarray],
         responses: Sequence[np.ndarray],
-        settle: Callable[[list[np.ndarray] | Exception], object],
+        settle: Callable[[list[Scores] | Exception], object],
+        with_hidden: bool = False,
     ):
         self.teacher, self.arrived, self._settle = teacher, time.monotonic(), settle
         self.rows = [Row(self, i, p, r) for i, (p, r) in enumerate(zip(prompts, responses, strict=True))]
-        self._logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(self.rows)
+        self.with_hidden = with_hidden
+        self._scores = [Scores(np.zeros(0, np.float32))] * len(self.rows)
         self._open = len(self.rows)
         self.begun = self.settled = False
 
@@ -46,13 +50,13 @@ class Request:
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
-    def row_done(self, index: int, logprobs: np.ndarray) -> None:
-        self._logprobs[index] = logprobs
+    def row_done(self, index: int, scores: Scores) -> None:
+        self._scores[index] = scores if self.with_hidden else Scores(scores.logprobs)
         self._open -= 1
         if self._open == 0:
-            self.settle(self._logprobs)
+            self.settle(self._scores)
 
-    def settle(self, result: list[np.ndarray] | Exception) -> None:
+    def settle(self, result: list[Scores] | Exception) -> None:
         if not self.settled:
             self.settled = True
             self.rows.clear()  # a kept reply keeps no tokens
@@ -82,12 +86,20 @@ class ScoreWork:
     def requests(self) -> list[Request]:
         return list(dict.fromkeys(row.request for row in self._rows))
 
-    def done(self, logprobs: Sequence[np.ndarray]) -> None:
-        """float32, one array per row with one value per response token."""
-        assert [len(x) for x in logprobs] == [len(r) for r in self.responses], "one log-prob per response token"
-        for row, values in zip(self._rows, logprobs, strict=True):
-            row.request.row_done(row.index, values)
-        self._finished(self, sum(map(len, logprobs)))
+    @property
+    def with_hidden(self) -> bool:
+        """Whether a row of it wants hidden states."""
+        return any(row.request.with_hidden for row in self._rows)
+
+    def done(self, scores: Sequence[Scores]) -> None:
+        """Of each row; with hidden states if a row wants them."""
+        lengths = [len(response) for response in self.responses]
+        assert [len(row.logprobs) for row in scores] == lengths, "one log-prob per response token"
+        if self.with_hidden:
+            assert [None if row.hidden is None else len(row.hidden) for row in scores] == lengths, "one state per token"
+        for row, of_row in zip(self._rows, scores, strict=True):
+            row.request.row_done(row.index, of_row)
+        self._finished(self, sum(lengths))
 
     def failed(self, error: Exception) -> None:
         for request in self.requests:

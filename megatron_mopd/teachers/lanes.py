@@ -27,7 +27,8 @@ import numpy as np
 from megatron_mopd.config import Teachers
 from megatron_mopd.errors import UserError
 from megatron_mopd.fleet import Fleet, Patience
-from megatron_mopd.protocols import EndpointDown, ScoreRequest, TeacherScorer
+from megatron_mopd.protocols import EndpointDown, HiddenScorer, ScoreRequest, TeacherScorer
+from megatron_mopd.scores import Scores, problem_of_hidden
 from megatron_mopd.telemetry.trace import NO_TRACE, Trace
 from megatron_mopd.trajectory_file import Sampled
 from megatron_mopd.types import Graded, Trajectory
@@ -36,7 +37,7 @@ from megatron_mopd.types import Graded, Trajectory
 @dataclass(eq=False)
 class _Batch:
     sampled: list[Sampled]
-    scores: asyncio.Future[list[np.ndarray]]
+    scores: asyncio.Future[list[Scores]]
 
 
 class Lane:
@@ -51,9 +52,12 @@ class Lane:
         start_timeout_s: float = 900.0,
         start_option: str = "teachers",
         check_hope: Callable[[], None] = lambda: None,
+        with_hidden: bool = False,
         trace: Trace = NO_TRACE,
     ) -> None:
+        """`with_hidden`: hidden states are asked for, of scorers that give them."""
         self.teacher, self._settings, self._trace = teacher, settings, trace
+        self._with_hidden = with_hidden
         self._scorers = {scorer.url: scorer for scorer in scorers}
         patience = Patience(
             start_timeout_s,
@@ -88,9 +92,9 @@ class Lane:
             await scorer.close()
 
     def submit(self, sampled: Sampled) -> None:
-        if sampled.teacher_logprobs is not None:  # by an earlier process
+        if (known := self._known(sampled)) is not None:
             scores = asyncio.get_running_loop().create_future()
-            scores.set_result([sampled.teacher_logprobs])
+            scores.set_result([known])
             self._sent.append(_Batch([sampled], scores))
             return
         t = sampled.trajectory
@@ -99,29 +103,44 @@ class Lane:
         if self._waiting_tokens >= self._settings.batch_tokens:
             self.send()
 
+    def _known(self, sampled: Sampled) -> Scores | None:
+        """By an earlier process; scores without hidden states are none where those are needed."""
+        if sampled.teacher_logprobs is None or (self._with_hidden and sampled.teacher_hidden is None):
+            return None
+        return Scores(sampled.teacher_logprobs, sampled.teacher_hidden if self._with_hidden else None)
+
     def send(self) -> None:
         """Do not wait for more to be sent together with what waits."""
         if self._waiting:
             batch, self._waiting, self._waiting_tokens = self._waiting, [], 0
             requests = [score_request(sampled.trajectory) for sampled in batch]
-            self._sent.append(_Batch(batch, asyncio.create_task(self.score(requests))))
+            self._sent.append(_Batch(batch, asyncio.create_task(self._score(requests))))
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[np.ndarray]:
         """One batch, at whatever endpoint: float32 log-probs [R] per request."""
+        return [scores.logprobs for scores in await self._score(requests)]
+
+    async def _score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
         first, others = requests[0].trajectory_id, len(requests) - 1
         what = f"teacher {self.teacher}, trajectory {first}" + (f" and {others} more" if others else "")
 
-        async def attempt(url: str) -> list[np.ndarray]:
+        async def attempt(url: str) -> list[Scores]:
             tokens = sum(request.num_tokens for request in requests)
             with self._trace.span("score", f"lane {self.teacher}", url=url, trajectories=len(requests), tokens=tokens):
-                replies = await self._scorers[url].score(self.teacher, requests)
-            _check_replies(url, requests, replies)
+                replies = await self._ask(self._scorers[url], requests)
+            _check_replies(url, requests, replies, self._with_hidden)
             return replies
 
         try:
             return await self._fleet.run(what, attempt)
         except UserError as error:
             raise UserError(str(error) if str(error).startswith(what) else f"{what}: {error}") from error
+
+    async def _ask(self, scorer: TeacherScorer, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        if not self._with_hidden:
+            return [Scores(logprobs) for logprobs in await scorer.score(self.teacher, requests)]
+        assert isinstance(scorer, HiddenScorer), "preflight lets no other backend through"
+        return await scorer.score_hidden(self.teacher, requests)
 
     async def wait(self, timeout_s: float | None) -> None:
         """Until everything sent is scored, has failed, or the time is over."""
@@ -134,7 +153,7 @@ class Lane:
         done = [batch for batch in self._sent if batch.scores.done()]
         self._sent = [batch for batch in self._sent if batch not in done]
         return [
-            Graded(sampled.trajectory, self.teacher, scores)
+            Graded(sampled.trajectory, self.teacher, scores.logprobs, scores.hidden)
             for batch in done
             for sampled, scores in zip(batch.sampled, batch.scores.result(), strict=True)
         ]
@@ -151,8 +170,9 @@ class Lane:
         held = []
         for batch in self._sent:
             scored = batch.scores.done() and batch.scores.exception() is None
-            scores = batch.scores.result() if scored else [None] * len(batch.sampled)
-            held += [replace(s, teacher_logprobs=r) for s, r in zip(batch.sampled, scores, strict=True)]
+            scores = batch.scores.result() if scored else [(None, None)] * len(batch.sampled)
+            for sampled, (logprobs, hidden) in zip(batch.sampled, scores, strict=True):
+                held.append(replace(sampled, teacher_logprobs=logprobs, teacher_hidden=hidden))
         return held + self._waiting
 
     @property
@@ -257,14 +277,16 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _check_replies(url: str, requests: Sequence[ScoreRequest], replies: Sequence[np.ndarray]) -> None:
+def _check_replies(url: str, requests: Sequence[ScoreRequest], replies: Sequence[Scores], with_hidden: bool) -> None:
     """A reply that is not whole is the endpoint's failure: another try, or another endpoint, may give a better one."""
     if len(replies) != len(requests):
         raise EndpointDown(url, f"it answered {len(replies)} of {len(requests)} requests")
-    for request, reply in zip(requests, replies, strict=True):
+    for request, (reply, hidden) in zip(requests, replies, strict=True):
         want, trajectory = len(request.response_ids), request.trajectory_id
         if reply.dtype != np.float32 or reply.shape != (want,):
             got = f"{reply.dtype} log-probs of shape {list(reply.shape)}"
             raise EndpointDown(url, f"{got} for the {want} response tokens of trajectory {trajectory}")
         if not np.isfinite(reply).all():
             raise EndpointDown(url, f"non-finite log-probs for trajectory {trajectory}")
+        if with_hidden and (problem := problem_of_hidden(hidden, want)):
+            raise EndpointDown(url, f"{problem}, of trajectory {trajectory}")

@@ -191,3 +191,79 @@ def test_what_cannot_be_compared_is_refused(
     write_checkpoint(tmp_path, vocab_size=VOCAB_SIZE + 6)
     (error,) = ranks(1)(error_of, objective_config(folders | {"high": tmp_path}, "full_kl", {}), batch)
     assert f"teacher high has {VOCAB_SIZE + 6} vocabulary rows, the student {VOCAB_SIZE}" in error
+
+
+def logprobs_by_head(
+    config: Config, teachers: Sequence[str], prompts: list[np.ndarray], responses: list[np.ndarray]
+) -> list[tuple[np.ndarray, np.ndarray, torch.dtype]]:
+    """Of each teacher: its own log-probs and those of its hidden states through the student's copy of its output layer,
+    on the ranks of the last stage; and the dtype of the hidden states."""
+    import torch.distributed as dist
+    from test_teacher_ranks import start_ranks
+
+    from megatron_mopd.mcore.microbatch import from_bits
+    from megatron_mopd.mcore.teacher_heads import TeacherHeads
+    from megatron_mopd.objectives.logprobs import vocab_parallel_logprobs
+
+    ranks, found = start_ranks(config), []
+    head: Any = ranks.models[-1].output_layer if ranks.models[-1].post_process else None
+    heads = None if head is None else TeacherHeads(config.teachers.models, head)
+    for teacher in config.teachers.models:
+        if teacher.name not in teachers:
+            continue
+        scores: list[Any] = [ranks.score_hidden(teacher.name, prompts, responses)]
+        dist.broadcast_object_list(scores, src=0)
+        if head is None or heads is None:
+            continue
+        hidden_MD = from_bits(np.concatenate([row.hidden for row in scores[0]]))
+        weight_vD = heads.weights[teacher.cell].to(hidden_MD.dtype)
+        logits_Mv = hidden_MD.float() @ weight_vD.float().t() / config.rollout.temperature
+        target_M = torch.from_numpy(np.concatenate(responses)).long()
+        got = vocab_parallel_logprobs(logits_Mv, target_M, head.vocabulary.start, head.tp_group).logprobs_T.numpy()
+        found.append((np.concatenate([row.logprobs for row in scores[0]]), got, hidden_MD.dtype))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"), [("TP2xEP2", {}), ("PP2", {}), ("CP2", {}), ("DP2", {"bf16": True}), ("TP2xPP2", {})]
+)
+def test_hidden_states_of_the_service_and_the_head_give_its_own_log_probs(
+    layout: str, precision: dict[str, Any], ranks: Pools, folders: dict[str, Path]
+) -> None:
+    from test_teacher_ranks import service_config, trajectories
+
+    size, megatron = LAYOUTS[layout]
+    teachers = {cell.effort: folders[cell.effort] for cell in CELLS[:2]}
+    rollout = {"max_response_tokens": 8, "temperature": TEMPERATURE}
+    config = service_config(teachers, megatron | precision, rollout=rollout)
+    of_ranks = ranks(size)(logprobs_by_head, config, list(teachers), *trajectories(40))
+    assert any(of_ranks)
+    for of_rank in of_ranks:
+        for logprobs, got, dtype in of_rank:
+            np.testing.assert_allclose(got, logprobs, atol=1e-5)
+            assert dtype == (torch.bfloat16 if precision else torch.float32)
+        assert not of_rank or not np.array_equal(of_rank[0][0], of_rank[1][0])
+
+
+def test_a_head_is_the_same_from_a_megatron_checkpoint(ranks: Pools, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Saved by ranks that pad the vocabulary, read by others."""
+    from test_teacher_ranks import service_config, update_and_save
+
+    size, megatron = LAYOUTS["TP2xEP2"]
+    ranks(size)(update_and_save, config_of(folders["student"], megatron), tmp_path)
+    served = {"folder": tmp_path / "hf", "checkpoint": folders["student"]}
+    config = service_config(served, {}, checkpoints={"checkpoint": tmp_path / "step_00000001"})
+    for slices in ranks(2)(slices_of_heads, config):
+        assert torch.equal(slices[0], slices[1])
+    want = load_folder(tmp_path / "hf")["lm_head.weight"]
+    assert torch.equal(torch.cat([slices[1] for slices in ranks(2)(slices_of_heads, config)]), want)
+
+
+def slices_of_heads(config: Config) -> list[torch.Tensor]:
+    """Of each teacher, on a rank of a student with two tensor-parallel ones."""
+    from megatron_mopd.mcore.teacher_heads import TeacherHeads
+
+    learner = start(config_of(config.teachers.models[0].checkpoint, LAYOUTS["TP2+SP"][1]))
+    head: Any = learner.models[-1].output_layer
+    heads = TeacherHeads(config.teachers.models, head)
+    return [heads.weights[teacher.cell] for teacher in config.teachers.models]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron_mopd import fleet as fleet_module
 from megatron_mopd.config import Teachers
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import EndpointDown, ScoreRequest
+from megatron_mopd.scores import Scores
 from megatron_mopd.teachers import lanes as lanes_module
 from megatron_mopd.teachers.lanes import Lane, Lanes
 from megatron_mopd.trajectory_file import Sampled
@@ -49,6 +51,13 @@ class Endpoint:
         self.batches.append([r.trajectory_id for r in requests])
         await asyncio.sleep(self.delay)
         return [self.reply(requests, r) for r in requests]
+
+    async def score_hidden(self, teacher: str, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        logprobs = await self.score(teacher, requests)
+        return [Scores(row, self.hidden(request)) for row, request in zip(logprobs, requests, strict=True)]
+
+    def hidden(self, request: ScoreRequest) -> np.ndarray | None:
+        return np.full((len(request.response_ids), 2), len(request.trajectory_id), np.float32)
 
     async def close(self) -> None: ...
 
@@ -264,3 +273,36 @@ def test_what_is_already_scored_is_not_scored_again() -> None:
     assert ids(graded) == ["t0", "t1"]
     np.testing.assert_array_equal(graded[0].teacher_logprobs, scores)
     assert endpoint.batches == [["t1"]]
+
+
+def test_hidden_states_come_with_the_scores_where_they_are_asked_for() -> None:
+    """Scores that an earlier process got without them are got again, scores with them are kept."""
+    endpoint, table = Endpoint(), Teachers(batch_tokens=10)
+    lanes = Lanes({"a": Lane("a", [endpoint], table, with_hidden=True)}, table)
+    scores, hidden = np.zeros(3, np.float32), np.zeros((3, 2), np.uint16)
+
+    async def work() -> list[Graded]:
+        lanes.submit("a", sampled(0))
+        lanes.submit("a", replace(sampled(1), teacher_logprobs=scores))
+        lanes.submit("a", replace(sampled(2), teacher_logprobs=scores, teacher_hidden=hidden))
+        await lanes["a"].wait(5.0)
+        assert [s.teacher_hidden is not None for s in lanes.held] == [True] * 3
+        return await lanes.drain(0)
+
+    graded = {g.trajectory.id: g.teacher_hidden for g in run(lanes, work)}
+    assert endpoint.batches == [["t0", "t1"]]
+    assert graded["t2"] is hidden
+    np.testing.assert_array_equal(graded["t1"], endpoint.hidden(ScoreRequest("t1", (), (1, 2, 3))))
+
+
+def test_wrong_hidden_states_are_a_failure_of_the_endpoint() -> None:
+    endpoint, table = Endpoint("http://there"), Teachers(batch_tokens=10, max_attempts=2)
+    endpoint.hidden = lambda request: np.full((len(request.response_ids), 2), np.nan, np.float32)
+    lanes = Lanes({"a": Lane("a", [endpoint], table, with_hidden=True)}, table)
+
+    async def work() -> Any:
+        lanes.submit("a", sampled(0))
+        await lanes.drain(0)
+
+    with pytest.raises(UserError, match=r"teacher a, trajectory t0: .*http://there.* hidden state that is not finite"):
+        run(lanes, work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 
 import numpy as np
@@ -55,6 +56,22 @@ def test_a_reply_is_decoded_to_what_was_encoded() -> None:
     assert (decoded.teacher, decoded.fingerprint, decoded.key) == ("a", "print", "key")
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_hidden_states_are_decoded_to_what_was_encoded(dtype: type) -> None:
+    asked = decode_call(encode_call(dataclasses.replace(call_of(), with_hidden=True), 250))
+    assert asked.with_hidden
+    assert not decode_call(encode_call(call_of(), 250)).with_hidden
+    assert asked.digest() != dataclasses.replace(asked, with_hidden=False).digest()
+    hidden = np.arange(12).astype(dtype).reshape(4, 3)
+    decoded = decode_reply(encode_reply(ScoreReply("a", "print", "key", np.zeros(4, np.float32), hidden)))
+    assert decoded.hidden is not None
+    assert decoded.hidden.dtype == dtype
+    np.testing.assert_array_equal(decoded.hidden, hidden)
+    for wrong in (hidden[0], hidden.astype(np.float64)):
+        with pytest.raises(BadBody, match=r"hidden is .* expected is two axes of U16 or F32"):
+            decode_reply(encode_reply(ScoreReply("a", "print", "key", np.zeros(4, np.float32), wrong)))
+
+
 def test_a_scored_token_costs_few_bytes() -> None:
     """Two for each token there, four for each log-prob back, and the lengths. A lane of the quickstart sends 96 rows of
     16 tokens of prompt and about 9 of response."""
@@ -105,6 +122,7 @@ TENSORS = {
         ({"prompt_lengths": np.array([2, 0], np.int32)}, {}, "2 prompt_lengths, but 1 response_lengths"),
         ({"prompt_lengths": np.array([-2], np.int32)}, {}, "a length is negative"),
         ({"other": np.zeros(1, np.int32)}, {}, "it holds .*'other'"),
+        ({}, {"hidden": "yes"}, "hidden is 'yes'"),
     ],
 )
 def test_foreign_bodies_are_refused_with_the_reason(tensors: dict, words: dict, said: str) -> None:

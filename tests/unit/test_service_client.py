@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from safetensors.numpy import save, save_file
-from scoring import MAX_TOKENS, TEACHERS, Scoring, config_of, formula, rows, scoring
+from scoring import MAX_TOKENS, TEACHERS, WIDTH, Scoring, config_of, formula, hidden_of, rows, scoring, until
 from tiny import VOCAB_SIZE
 
 from megatron_mopd.config import Config
@@ -32,7 +32,8 @@ def write_teacher(folder: Path, seed: int) -> None:
     """What a fingerprint is made of."""
     folder.mkdir()
     save_file({"w": np.full((4, 4), seed, np.float32)}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"architectures": ["X"], "vocab_size": VOCAB_SIZE}))
+    config = {"architectures": ["X"], "vocab_size": VOCAB_SIZE, "hidden_size": WIDTH}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {f"t{i}": i for i in range(VOCAB_SIZE)}}}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
 
@@ -87,10 +88,29 @@ def test_scores_come_back_row_by_row(config: Config, served: Scoring) -> None:
             assert values.dtype == np.float32
 
 
+def test_hidden_states_come_where_they_are_asked_for(config: Config, served: Scoring) -> None:
+    """Also where requests with and without them are one batch of work."""
+    served.gate.clear()
+
+    async def side_by_side(client: ServiceClient) -> Any:
+        asked = [asyncio.create_task(f("a", requests(12))) for f in (client.score, client.score_hidden, client.score)]
+        await until(lambda: served.works)
+        served.gate.set()
+        return await asyncio.gather(*asked)
+
+    ((plain, with_hidden, _),) = run(ServiceClient(served.url, config), side_by_side)
+    for logprobs, scores, prompt, response in zip(plain, with_hidden, *rows(12), strict=True):
+        np.testing.assert_array_equal(logprobs, formula("a", prompt, response))
+        np.testing.assert_array_equal(scores.logprobs, logprobs)
+        np.testing.assert_array_equal(scores.hidden, hidden_of("a", response))
+
+
 def test_nothing_is_asked_where_there_is_nothing_to_score(config: Config, served: Scoring) -> None:
     empty = [ScoreRequest("t", (1,), ())] * 2
-    none, two = run(ServiceClient(served.url, config), lambda c: c.score("a", []), lambda c: c.score("a", empty))
+    work = (lambda c: c.score("a", []), lambda c: c.score("a", empty), lambda c: c.score_hidden("a", empty))
+    none, two, with_hidden = run(ServiceClient(served.url, config), *work)
     assert (none, [len(x) for x in two]) == ([], [0, 0])
+    assert [scores.hidden.shape for scores in with_hidden] == [(0, WIDTH)] * 2
     assert not served.works
 
 
@@ -226,6 +246,29 @@ def test_a_wrong_reply_is_a_failure_of_the_endpoint(
     with pytest.raises(EndpointDown, match=said):
         ask(config, score(), score=replying(config, change))
     assert len(ask(config, score(), score=replying(config, encode_reply))) == 12
+
+
+NO_STATES: list[tuple[str, Callable[[np.ndarray], np.ndarray | None]]] = [
+    ("it sent no hidden states", lambda hidden: None),
+    (r"hidden states of shape \[65, 6\] for 66 response tokens", lambda hidden: hidden[1:]),
+    ("hidden states of width 5, the teacher's is 6", lambda hidden: hidden[:, 1:]),
+    ("a hidden state that is not finite", lambda hidden: np.where(hidden == hidden[7, 3], np.uint16(0x7FC0), hidden)),
+    ("hidden is F32 .66.", lambda hidden: hidden[:, 0].astype(np.float32)),
+]
+
+
+@pytest.mark.parametrize(("said", "change"), NO_STATES)
+def test_wrong_hidden_states_are_a_failure_of_the_endpoint(
+    config: Config, said: str, change: Callable[[np.ndarray], np.ndarray | None]
+) -> None:
+    hidden = np.concatenate([hidden_of("a", response) for response in rows(12)[1]])
+
+    def hidden_score(client: ServiceClient) -> Awaitable[Any]:
+        return client.score_hidden("a", requests(12))
+
+    with pytest.raises(EndpointDown, match=said):
+        ask(config, hidden_score, score=replying(config, with_(hidden=change(hidden))))
+    assert len(ask(config, hidden_score, score=replying(config, with_(hidden=hidden)))) == 12
 
 
 def test_a_reply_with_another_fingerprint_ends_the_run(config: Config) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from scoring import formula, rows
+from scoring import formula, hidden_of, rows
 
+from megatron_mopd.scores import Scores
 from megatron_mopd.service import work as module
 from megatron_mopd.service.work import QueueFull, Request, ScoreWork, WorkQueue
 
@@ -26,7 +28,8 @@ def take(queue: WorkQueue) -> ScoreWork:
 
 
 def finish(work: ScoreWork) -> None:
-    work.done([formula(work.teacher, p, r) for p, r in zip(work.prompts, work.responses, strict=True)])
+    rows = zip(work.prompts, work.responses, strict=True)
+    work.done([Scores(formula(work.teacher, p, r), hidden_of(work.teacher, r)) for p, r in rows])
 
 
 def test_requests_are_merged_in_order_of_arrival_up_to_the_budget_and_sorted() -> None:
@@ -41,7 +44,7 @@ def test_every_row_gets_its_own_scores_however_requests_are_spread_over_batches(
     queue, answers = WorkQueue(batch_tokens=30, max_waiting_tokens=1 << 20), {}
     for i in range(8):
         prompts, responses = rows(13, seed=i)
-        queue.add(Request("ab"[i % 2], prompts, responses, lambda result, i=i: answers.setdefault(i, result)))
+        queue.add(Request("ab"[i % 2], prompts, responses, partial(answers.setdefault, i), with_hidden=i % 3 == 0))
     while (work := queue.take(0.0)) is not None:
         lengths = [len(p) + len(r) for p, r in zip(work.prompts, work.responses, strict=True)]
         assert lengths == sorted(lengths)
@@ -50,7 +53,10 @@ def test_every_row_gets_its_own_scores_however_requests_are_spread_over_batches(
     for i in range(8):
         prompts, responses = rows(13, seed=i)
         for got, prompt, response in zip(answers[i], prompts, responses, strict=True):
-            np.testing.assert_array_equal(got, formula("ab"[i % 2], prompt, response))
+            np.testing.assert_array_equal(got.logprobs, formula("ab"[i % 2], prompt, response))
+            assert (got.hidden is None) == (i % 3 > 0), "only where it was asked for"
+            if got.hidden is not None:
+                np.testing.assert_array_equal(got.hidden, hidden_of("ab"[i % 2], response))
     assert queue.idle
     assert queue.waiting_tokens == 0
 
@@ -114,7 +120,7 @@ def test_a_failure_is_that_of_the_requests_in_the_batch_alone() -> None:
     take(queue).failed(RuntimeError("no memory"))
     assert str(answers.pop("x")) == "no memory"
     finish(take(queue))  # nobody computes the rest of x
-    assert [len(row) for row in answers["y"]] == [3]
+    assert [len(row.logprobs) for row in answers["y"]] == [3]
     assert queue.idle
 
 
@@ -130,4 +136,4 @@ def test_rows_without_a_request_and_wrong_counts_are_no_answer() -> None:
     assert answers == [[]]
     queue.add(request())
     with pytest.raises(AssertionError):
-        take(queue).done([np.zeros(4, np.float32)])
+        take(queue).done([Scores(np.zeros(4, np.float32))])
