@@ -108,8 +108,9 @@ class FaultyProxy:
         try:
             return _response(await asyncio.wait_for(theirs, PARTNER_S))
         except TimeoutError:
-            self._alone.remove((own, theirs))
             return web.Response(status=504)
+        finally:
+            self._alone = [pair for pair in self._alone if pair[1] is not theirs]
 
     async def _truncate(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Half of the reply, as if it were whole."""
