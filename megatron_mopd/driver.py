@@ -25,7 +25,7 @@ from megatron_mopd.config import Config, load_config
 from megatron_mopd.errors import UserError
 from megatron_mopd.link import Link, StepRequest
 from megatron_mopd.rollout.sampler import sample
-from megatron_mopd.teachers.origin import check_origin
+from megatron_mopd.teachers.origin import check_late, check_origin
 from megatron_mopd.trajectory_file import Sampled
 from megatron_mopd.types import Graded, Trajectory
 
@@ -50,6 +50,8 @@ class Driver:
             graded = await self.drain(request)
         if request.step == 0:
             print(check_origin(graded, p.config), file=sys.stderr, flush=True)
+        else:
+            check_late(graded, p.config)
         metrics = rollout_metrics(graded, request.weight_version, seconds, num_unscored=len(p.lanes.held))
         p.store.write(request.step, graded, p.config.prompts.cells, metrics, unscored=p.lanes.held)
 

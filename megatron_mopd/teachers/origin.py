@@ -4,7 +4,7 @@
 
 Teachers that were trained from the student's own checkpoint start near it; one of another origin starts far away, and
 distilling it makes the student worse. Measured on whatever has been sampled and scored: a few trajectories of each
-cell by `mopd preflight`, the first batch by `mopd train`.
+cell by `mopd preflight`, the first batch by `mopd train`, and what is scored of it later where a lane was left behind.
 
 Promises (tests/unit/test_origin.py): the interval is clustered by trajectory, whose tokens are not independent, and
 honest for a few of them; a teacher whose mean is above the gate is refused with what was measured, and no other is.
@@ -47,6 +47,15 @@ class InitialKL:
 
 def check_origin(graded: Sequence[Graded], config: Config) -> str:
     """The table to print of a first batch. Raises UserError for teachers above `teachers.max_initial_kl`."""
+    return origin_table(_within_gate(graded, config), config)
+
+
+def check_late(graded: Sequence[Graded], config: Config) -> None:
+    """The same of what the initial student has sampled in a later batch: of teachers that were away in the first."""
+    _within_gate([g for g in graded if not g.trajectory.weight_versions.any()], config)
+
+
+def _within_gate(graded: Sequence[Graded], config: Config) -> list[InitialKL]:
     measured, gate = measure(graded), config.teachers.max_initial_kl
     if far := [kl for kl in measured if kl.mean > gate]:
         raise UserError(
@@ -54,7 +63,7 @@ def check_origin(graded: Sequence[Graded], config: Config) -> str:
             f"{', '.join(f'teacher {kl.teacher} {kl}' for kl in far)}; take teachers that were trained from "
             f"student.checkpoint={config.student.checkpoint}, or raise the gate for teachers that are known to be"
         )
-    return origin_table(measured, config)
+    return measured
 
 
 def measure(graded: Sequence[Graded]) -> list[InitialKL]:

@@ -11,15 +11,15 @@ import pytest
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
-from megatron_mopd.teachers.origin import check_origin, measure, outliers
+from megatron_mopd.teachers.origin import check_late, check_origin, measure, outliers
 from megatron_mopd.types import Graded, Prompt, RenderedPrompt, Segment, Trajectory
 
 
-def graded(teacher, differences, observed=0, name="t"):
+def graded(teacher, differences, observed=0, name="t", weight_version=0):
     """A trajectory whose student is above its teacher by `differences`, then tokens that nobody sampled."""
     n = len(differences)
     prompt = RenderedPrompt(Prompt("p", "law", "low", "e", ()), (1,), (1,))
-    segments = (Segment((1,) * n, (-1.0,) * n, (True,) * n, 0), Segment.observation([2] * observed))
+    segments = (Segment((1,) * n, (-1.0,) * n, (True,) * n, weight_version), Segment.observation([2] * observed))
     scores = np.concatenate([-1.0 - np.asarray(differences), np.full(observed, -99.0)])
     return Graded(Trajectory(name, prompt, segments, "stop"), teacher, scores.astype(np.float32))
 
@@ -87,6 +87,13 @@ def test_a_teacher_that_was_not_measured_is_said():
     table = check_origin([graded("a", [0.1]), graded("b", [], observed=2)], config(names=("a", "b")))
     assert "0.100 ± ?" in table
     assert "warning: teacher b has scored nothing and was not measured" in table
+
+
+def test_a_teacher_that_scores_the_first_batch_late_is_held_to_the_gate():
+    rows = [graded("a", [0.1]), graded("b", [0.9], weight_version=1), graded("c", [])]
+    check_late(rows, config())
+    with pytest.raises(UserError, match=r"max_initial_kl=0.15: teacher b 0.900 ± \?;"):
+        check_late([*rows, graded("b", [0.9])], config())
 
 
 @pytest.mark.parametrize("odd", [0.0, 0.5])
