@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import random
+import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -169,13 +169,13 @@ async def run(target: str, port: int, faults: list[str], share: float, only: str
         fault = draw.choice(faults)
         return fault if hit and only in (None, teacher) else None
 
-    proxy = FaultyProxy(target, choose)
+    proxy, over = FaultyProxy(target, choose), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
     async with proxy.serve(port) as url:
         print(f"{target} is at {url}, with faults: {', '.join(faults)}", flush=True)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            print(f"faults: {dict(proxy.seen)}", flush=True)
+        await over.wait()
+    print(f"faults: {dict(proxy.seen)}", flush=True)
 
 
 if __name__ == "__main__":
@@ -189,5 +189,4 @@ if __name__ == "__main__":
     a = parser.parse_args()
     if unknown := set(a.faults) - FAULTS.keys():
         sys.exit(f"unknown fault {sorted(unknown)[0]}; known: {', '.join(FAULTS)}")
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(run(a.target, a.port, a.faults, a.share, a.teacher, a.seed))
+    asyncio.run(run(a.target, a.port, a.faults, a.share, a.teacher, a.seed))
