@@ -138,7 +138,7 @@ def _reason(error: Exception, silence_s: float) -> str:
         return "cannot connect"
     if isinstance(error, TimeoutError):
         return f"no answer for {silence_s:g} s"
-    return str(error) or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,23 @@ class Driver:
             return False
         self._has_taken_up = True
         kept = self.parts.store.kept(step)
-        for sampled in kept or self.parts.store.unscored(step - 1):
+        left = kept or self.parts.store.unscored(step - 1)
+        check_cells(left, self.parts.config)
+        for sampled in left:
             self.route(sampled)
         return bool(kept)
+
+
+def check_cells(left: Sequence[Sampled], config: Config) -> None:
+    """UserError where what an earlier process left behind is of a cell that this run does not have."""
+    for sampled in left:
+        cell, name = sampled.trajectory.prompt.prompt.cell, sampled.trajectory.id
+        if cell not in config.prompts.cells:
+            raise UserError(
+                f"trajectory {name} in {config.run.folder}/trajectories waits for the teacher of {cell}, which is no "
+                "longer in prompts.mixture / prompts.efforts; put it back until the trajectory has been trained on, or "
+                "remove the newest *.sampled or unscored.safetensors there, which loses all that wait"
+            )
 
 
 def rollout_metrics(

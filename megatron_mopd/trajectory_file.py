@@ -1,7 +1,8 @@
 """Whole trajectories on disk, segments and all, so that what has been sampled outlives the process that sampled it.
 
 A safetensors file: tokens of all segments of all trajectories in columns, everything else as JSON in its metadata.
-Promise (tests/unit/test_trajectory_file.py): reading gives what was written, to the bit.
+Promises (tests/unit/test_trajectory_file.py): reading gives what was written, to the bit; a file that was cut, or is
+another's, is a UserError.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from megatron_mopd.errors import UserError
 from megatron_mopd.types import Outcome, Prompt, RenderedPrompt, Segment, Trajectory
 
 
@@ -48,10 +50,16 @@ def write_trajectories(file: Path, sampled: Sequence[Sampled]) -> None:
 
 
 def read_trajectories(file: Path) -> list[Sampled]:
-    with safe_open(file, framework="numpy") as opened:
-        records = json.loads(opened.metadata()["trajectories"])
-        columns = {name: _Column(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118 (no container)
-    return [_sampled(record, columns) for record in records]
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            records = json.loads(opened.metadata()["trajectories"])
+            columns = {name: _Column(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118 (no container)
+        return [_sampled(record, columns) for record in records]
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{file} does not hold trajectories of this project: {' '.join(str(error).split())}; put the file back as "
+            "it was, or remove it, which loses them"
+        ) from error
 
 
 def _record(sampled: Sampled) -> dict[str, Any]:

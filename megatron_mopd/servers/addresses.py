@@ -19,7 +19,8 @@ def check_url(url: str, option: str) -> None:
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no port
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # a port that is no port, a name that is no name
         whole = False
     if not whole or parts.query or parts.fragment or url.endswith("/") or any(c.isspace() for c in url):
         raise UserError(f"{option}={url!r} is no URL such as http://10.0.0.1:30000, without a slash at its end")
@@ -70,6 +71,8 @@ def reserve_port(host: str, table: str, port: int = 0) -> socket.socket:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reserved.bind(address)
             failed.pop_all()
+    except UnicodeError as error:
+        raise UserError(f"{table}.host={host!r} is no name of a host: {error}") from None
     except OSError as error:
         if port:
             raise UserError(f"{table}.port={port}: {error.strerror}; set another, or 0 for a free one") from None

@@ -103,7 +103,7 @@ class Api:
         return web.Response(text=self._metrics.text(self._queue), content_type="text/plain")
 
     async def _score(self, request: web.Request) -> web.Response:
-        body, in_json = await request.read(), request.content_type == JSON
+        body, in_json = await _read(request), request.content_type == JSON
         try:
             call = _from_json(body) if in_json else decode_call(body)
         except BadBody as error:
@@ -119,6 +119,13 @@ class Api:
             return web.json_response({"logprobs": rows, "fingerprint": fingerprint})
         reply = ScoreReply(call.teacher, fingerprint, key, scores.logprobs, scores.hidden)
         return web.Response(body=encode_reply(reply), content_type=BINARY)
+
+
+async def _read(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:  # it is cut, or not of the Content-Encoding that it is said to have
+        raise Refusal(400, f"the body cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _error(status: int, message: str) -> web.Response:
@@ -140,9 +147,11 @@ def _from_json(body: bytes) -> ScoreCall:
     if len(prompts) != len(responses):
         raise BadBody(f"{len(prompts)} prompts, but {len(responses)} responses")
     temperature = call.get("temperature")
-    if temperature is not None and not isinstance(temperature, int | float):
+    if temperature is not None and type(temperature) not in (int, float):
         raise BadBody("temperature is no number")
-    return ScoreCall(str(call["teacher"]), prompts, responses, temperature, call.get("fingerprint"))
+    if not isinstance(call["teacher"], str):
+        raise BadBody("teacher is no name")
+    return ScoreCall(call["teacher"], prompts, responses, temperature, call.get("fingerprint"))
 
 
 def _token_ids(rows: object, name: str) -> list[np.ndarray]:

@@ -15,6 +15,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.layout import Layout
+from megatron_mopd.mcore.options import split_megatron_table
 from megatron_mopd.servers import files
 from megatron_mopd.servers.addresses import check_host, check_url, read_api_key, reserve_port
 from megatron_mopd.servers.spec import ServerSpec
@@ -43,6 +44,7 @@ def check_served(config: Config) -> None:
     """Raise UserError for what `mopd serve-teacher` cannot serve, or not there."""
     table, hf_config = config.service, common_config(config.teachers.on("megatron"))
     try:
+        split_megatron_table(table.megatron)
         Layout.from_table(table.megatron).check(hf_config, table.num_processes)
     except UserError as error:
         raise UserError(f"service.num_processes and service.megatron: {error}") from None

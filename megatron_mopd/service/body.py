@@ -145,7 +145,7 @@ def _read(
         header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
     except (safetensors.SafetensorError, ValueError) as error:
         raise BadBody(f"it is no whole safetensors byte string ({error})") from None
-    metadata = header.get("__metadata__", {})
+    metadata = header.get("__metadata__") or {}
     if metadata.get("version") != VERSION:
         raise BadBody(f"its metadata says version {metadata.get('version')!r}; this is version {VERSION}")
     optional = optional or {}

@@ -222,6 +222,11 @@ class Lanes:
         """What the lanes have, lane by lane, with its scores where it has some."""
         return [sampled for lane in self._lanes.values() for sampled in lane.held]
 
+    @property
+    def _all_behind(self) -> bool:
+        """A step without a trajectory would be no step."""
+        return bool(self.held) and all(lane.nothing_to_take for lane in self._lanes.values())
+
     async def drain(self, weight_version: int) -> list[Graded]:
         """Sampling of this version has ended: what is scored by the time that the step may go on, lane by lane.
 
@@ -232,8 +237,9 @@ class Lanes:
         for lane in lanes:
             lane.send()
         await _all(self._wait(lane, weight_version) for lane in lanes)
-        while all(lane.nothing_to_take for lane in lanes) and self.held:
+        if self._all_behind:
             _say(f"step {weight_version} waits: every lane is behind")
+        while self._all_behind:
             await asyncio.sleep(_LOOK_AGAIN_S)
         for lane in lanes:
             lane.check()

@@ -224,7 +224,7 @@ def test_a_slow_lane_is_waited_for_because_it_is_alive() -> None:
     assert ids(run(lanes, work)) == ["t0", "t1"]
 
 
-def test_no_step_is_empty_because_every_lane_is_behind() -> None:
+def test_no_step_is_empty_because_every_lane_is_behind(capsys: pytest.CaptureFixture[str]) -> None:
     endpoint = Endpoint()
     lanes = lanes_of({"a": [endpoint]}, max_lag_steps=5, lag_after_s=0.05)
 
@@ -232,12 +232,13 @@ def test_no_step_is_empty_because_every_lane_is_behind() -> None:
         endpoint.alive = False
         lanes.submit("a", sampled(0))
         draining = asyncio.create_task(lanes.drain(0))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.7)
         assert not draining.done()
         endpoint.alive = True
         return await draining
 
     assert ids(run(lanes, work)) == ["t0"]
+    assert capsys.readouterr().err.count("step 0 waits: every lane is behind") == 1
 
 
 def test_a_lane_that_stays_dead_ends_the_step_at_once_with_everything_still_held() -> None:

@@ -33,9 +33,9 @@ def test_names_in_the_source_are_the_fields_of_the_classes(ranks):
 
 
 def test_keys_go_to_their_owners():
-    keys = {"num_layers": 3, "lr": 0.1, "overlap_grad_reduce": True, "init_lr": 1, "bf16": True}
+    keys = {"moe_router_topk": 3, "lr": 0.1, "overlap_grad_reduce": True, "init_lr": 1, "bf16": True}
     table = options.split_megatron_table(keys)
-    assert table.transformer == {"num_layers": 3, "bf16": True}
+    assert table.transformer == {"moe_router_topk": 3, "bf16": True}
     assert table.optimizer == {"lr": 0.1, "bf16": True}
     assert table.ddp == {"overlap_grad_reduce": True}
     assert table.scheduler == {"init_lr": 1}
@@ -47,6 +47,7 @@ def test_keys_go_to_their_owners():
         ("tensor_model_paralel_size", "unknown key megatron.tensor_model_paralel_size; did you mean tensor_model_para"),
         ("learning_rate", "unknown key megatron.learning_rate"),
         ("params_dtype", "megatron.params_dtype cannot be set: it follows from megatron.bf16"),
+        ("num_layers", "megatron.num_layers cannot be set: it follows from the checkpoint"),
         ("q_lora_rank", "unknown key megatron.q_lora_rank"),  # known only with multi_latent_attention
     ],
 )

@@ -131,6 +131,12 @@ def test_foreign_bodies_are_refused_with_the_reason(tensors: dict, words: dict, 
         decode_call(save({**TENSORS, **tensors}, {**WORDS, **words}))
 
 
+def test_metadata_that_is_null_is_none() -> None:
+    header = b'{"__metadata__":null}   '
+    with pytest.raises(BadBody, match="version None; this is version 1"):
+        decode_call(len(header).to_bytes(8, "little") + header)
+
+
 @pytest.mark.parametrize("missing", ["teacher", "temperature", "fingerprint", "version"])
 def test_no_word_may_be_missing(missing: str) -> None:
     with pytest.raises(BadBody, match=missing):

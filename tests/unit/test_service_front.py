@@ -111,6 +111,8 @@ REFUSED: list[tuple[int, str, bytes | dict[str, Any]]] = [
     (400, "tempreature is no field of it", {**JSON, "tempreature": 1}),
     (400, "must be an object with teacher, prompts and responses", {"teacher": "a"}),
     (409, "temperature 2 is asked for", {**JSON, "temperature": 2}),
+    (400, "temperature is no number", {**JSON, "temperature": True}),
+    (400, "teacher is no name", {**JSON, "teacher": ["a"]}),
 ]
 
 
@@ -123,6 +125,15 @@ def test_refuses_with_a_status_and_the_reason(
         assert got == status
         assert said in orjson.loads(reply)["error"]
         assert not served.works
+
+    run(body)
+
+
+def test_a_body_that_is_not_of_its_encoding_is_refused(served: Scoring) -> None:
+    async def body(http: aiohttp.ClientSession) -> None:
+        status, _, reply = await send(http, served.url, call_of(), Content_Encoding="gzip")
+        assert status == 400
+        assert "the body cannot be read" in orjson.loads(reply)["error"]
 
     run(body)
 

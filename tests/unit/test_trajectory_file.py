@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+from safetensors.numpy import save_file
 
+from megatron_mopd.config import Config
+from megatron_mopd.driver import check_cells
+from megatron_mopd.errors import UserError
 from megatron_mopd.store import TrajectoryStore
 from megatron_mopd.trajectory_file import Sampled, read_trajectories, write_trajectories
 from megatron_mopd.types import Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
@@ -56,6 +63,43 @@ def test_reading_gives_what_was_written(tmp_path: Path) -> None:
 def test_nothing_is_a_file_too(tmp_path: Path) -> None:
     write_trajectories(tmp_path / "x", [])
     assert read_trajectories(tmp_path / "x") == []
+
+
+@pytest.mark.parametrize(
+    "change", [lambda whole: whole[:-1], lambda whole: whole[:300], lambda _: b"{}", lambda _: b""]
+)
+def test_a_file_that_was_cut_or_is_another_is_refused(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    store = TrajectoryStore(tmp_path)
+    store.keep(3, [Sampled(trajectory(), 3)])
+    file = tmp_path / "trajectories" / "step_00000003.sampled"
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(UserError, match=rf"{file} does not hold trajectories of this project: .*; put the file back"):
+        store.kept(3)
+
+
+def test_a_file_of_tensors_alone_is_refused(tmp_path: Path) -> None:
+    save_file({"token_ids": np.zeros(3, np.int32)}, tmp_path / "x")
+    with pytest.raises(UserError, match="does not hold trajectories of this project"):
+        read_trajectories(tmp_path / "x")
+
+
+@pytest.mark.parametrize("cells", [{"mixture": {"agents": 1.0}}, {"efforts": {"high": 1.0}}])
+def test_what_waits_for_a_teacher_that_was_removed_is_named(tmp_path: Path, cells: dict[str, Any]) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"folder": tmp_path, "num_steps": 1},
+            "student": {"checkpoint": "sft"},
+            "prompts": {"files": [], "batch_size": 1, "mixture": {"general": 1.0}},
+            "environments": {},
+            "rollout": {"max_response_tokens": 5},
+        }
+    )
+    check_cells([Sampled(trajectory(), 3)], config)
+    removed = config.model_copy(update={"prompts": config.prompts.model_copy(update=cells)})
+    with pytest.raises(
+        UserError, match=rf"trajectory 0/p@3 in {tmp_path}/trajectories waits .* teacher of general/low"
+    ):
+        check_cells([Sampled(trajectory(), 3)], removed)
 
 
 def test_a_step_names_what_it_was_written_without(tmp_path: Path) -> None:
