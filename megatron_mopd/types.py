@@ -379,21 +379,22 @@ class CellMetrics:
     """Share of tokens whose log-ratio lies outside +-R_max."""
     entropy: float
     """Of the student over the whole vocabulary at the sampling temperature, in nats."""
-    mismatch: float
-    """Mean of |trainer - rollout| log-probs of the same weights; 0 for demonstrations."""
+    mismatch: Mean
+    """|trainer - rollout| log-probs of the same weights: over the tokens that the version that was updated has sampled.
+    0 for demonstrations."""
     mismatch_max: float
     masked_tokens: int
     """Tokens that were left out because the teacher's log-prob was not finite; not part of `tokens`."""
-    mismatch_kl: float = 0.0
-    """Estimate of KL(rollout || trainer) per token, never negative; see mcore/metrics.py."""
+    mismatch_kl: Mean = NOTHING
+    """Estimate of KL(rollout || trainer), never negative, over the tokens of `mismatch`; see mcore/metrics.py."""
     mismatch_quarters: tuple[Mean, ...] = (NOTHING,) * NUM_QUARTERS
-    """Of |trainer - rollout|, by the quarter of its row's trained tokens that a token is in."""
+    """`mismatch` by the quarter of its row's trained tokens that a token is in."""
     route_agreement: Mean = NOTHING
     """Share of (token, layer) pairs whose experts, as recorded and replayed, the trainer's router would choose too."""
     reverse_kl_deciles: tuple[Mean, ...] = (NOTHING,) * NUM_DECILES
     """Of student - teacher, by the tenth of its row's trained tokens that a token is in."""
     logit_grad_norm: float = 0.0
-    """Norm of the gradient of the loss with respect to the logits of the cell's tokens. Cells have no logits in common,
+    """Norm of the gradient of the loss with respect to logits / temperature of its tokens. Cells share no logits,
     so their squares add up to that of the batch."""
     weight: float = 1.0
     """Factor of the cell's domain in the loss; see objectives/balance.py."""
@@ -422,9 +423,24 @@ class StepMetrics:
         return sum(c.tokens for c in self.cells.values())
 
     def mean(self, name: str) -> float:
-        """Token mean over all cells of reverse_kl, clip_fraction, entropy, mismatch or mismatch_kl."""
+        """Token mean over all cells of reverse_kl, clip_fraction or entropy."""
         total = sum(getattr(c, name) * c.tokens for c in self.cells.values())
         return total / max(1, self.loss_tokens)
+
+    @property
+    def mismatch(self) -> Mean:
+        """Over all cells."""
+        return Mean.over(c.mismatch for c in self.cells.values())
+
+    @property
+    def mismatch_kl(self) -> Mean:
+        """Over all cells."""
+        return Mean.over(c.mismatch_kl for c in self.cells.values())
+
+    @property
+    def mismatch_max(self) -> float:
+        """Over all cells."""
+        return max((c.mismatch_max for c in self.cells.values()), default=0.0)
 
     @property
     def mismatch_quarters(self) -> tuple[Mean, ...]:
@@ -438,7 +454,7 @@ class StepMetrics:
 
     @property
     def logit_grad_norm(self) -> float:
-        """Of the gradient with respect to all logits of the batch."""
+        """Of the gradient with respect to logits / temperature of the whole batch."""
         return math.hypot(*(c.logit_grad_norm for c in self.cells.values()))
 
     @property

@@ -203,7 +203,7 @@ class Learner:
         terms = self.objective(scored.logprobs_T, micro.columns)
         loss = (terms.coefficient_T * value_T).sum() * num_packed
         num_tokens = torch.tensor(len(value_T), dtype=torch.int, device=device.DEVICE)
-        return loss, num_tokens, micro_batch_sums(terms, micro, scored, num_cells)
+        return loss, num_tokens, micro_batch_sums(terms, micro, scored, num_cells, weight_version=self.step)
 
     def _refuse_unless_routed(self, mine: Sequence[DeviceMicroBatch]) -> None:
         bare = any(micro.routed_experts is None and micro.columns.loss_mask_T.any() for micro in mine)

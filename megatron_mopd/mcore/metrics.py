@@ -1,6 +1,7 @@
 """Per-cell sums of an update: added up in float64 over micro-batches and ranks, then read once as StepMetrics.
 
-The mismatch of a token is m = trainer - rollout log-prob of the same weights. Its KL is estimated from the tokens as
+The mismatch of a token is m = trainer - rollout log-prob of the same weights: tokens that older weights have sampled
+differ by what was learnt since, and are left out. Its KL is estimated from the tokens as
 they were sampled, from the rollout's distribution q, against the trainer's p. With the ratio p(y) / q(y) = e^m,
 
     KL(q || p) = E_{y ~ q}[-m] = E_{y ~ q}[e^m - 1 - m]         since E_{y ~ q}[e^m] = sum_y p(y) = 1
@@ -45,18 +46,25 @@ class _Sum(IntEnum):
     MISMATCH_KL = 7
     GRAD_SQUARE = 8
     KL = 9
-    BUCKETS = 10  # tokens, reverse KL and mismatch of the first bucket, then of the others
-    MISMATCH_MAX = BUCKETS + 3 * NUM_BUCKETS  # a maximum, and the last: everything before it is added
+    CURRENT = 10  # tokens that were sampled by the weights that are updated: those of a mismatch
+    BUCKETS = 11  # tokens, reverse KL, current tokens and mismatch of the first bucket, then of the others
+    MISMATCH_MAX = BUCKETS + 4 * NUM_BUCKETS  # a maximum, and the last: everything before it is added
 
 
 _NUM_SUMS = _Sum.MISMATCH_MAX + 1
 
 
 def micro_batch_sums(
-    terms: TokenTerms, micro: DeviceMicroBatch, scored: TargetLogprobs | TargetDivergence, num_cells: int
+    terms: TokenTerms,
+    micro: DeviceMicroBatch,
+    scored: TargetLogprobs | TargetDivergence,
+    num_cells: int,
+    weight_version: int,
 ) -> Tensor:
-    """[C, M] float64 of one micro-batch on one context-parallel rank."""
-    size = terms.mismatch_T.abs()
+    """[C, M] float64 of one micro-batch on one context-parallel rank, from weights of that version."""
+    current_T = terms.trained_T & (micro.weight_version_T == weight_version)
+    mismatch_T = terms.mismatch_T.double().where(current_T, 0.0)
+    size = mismatch_T.abs()
     kl_T = scored.divergence_T if isinstance(scored, TargetDivergence) else torch.zeros_like(size)
     per_token = (
         terms.trained_T,
@@ -66,12 +74,13 @@ def micro_batch_sums(
         size,
         micro.columns.loss_mask_T & ~terms.trained_T,
         terms.coefficient_T * scored.value_T,
-        torch.expm1(terms.mismatch_T.double()) - terms.mismatch_T.double(),
+        torch.expm1(mismatch_T) - mismatch_T,
         terms.coefficient_T.double().square() * scored.grad_square_T,
         kl_T.where(terms.trained_T, 0.0),
+        current_T,
     )
-    by_position = (terms.trained_T, terms.reverse_kl_T, size)
-    largest_C = size.new_zeros(num_cells, dtype=torch.float64).scatter_reduce_(0, micro.cell_T, size.double(), "amax")
+    by_position = (terms.trained_T, terms.reverse_kl_T, current_T, size)
+    largest_C = size.new_zeros(num_cells).scatter_reduce_(0, micro.cell_T, size, "amax")
     parts = (
         _added(per_token, micro.cell_T, num_cells),
         _added(by_position, micro.cell_T * NUM_BUCKETS + micro.bucket_T, num_cells * NUM_BUCKETS),
@@ -126,19 +135,22 @@ def cell_metrics(
         if rows:
             sums = sums_M.tolist()
             tokens = int(sums[_Sum.TOKENS])
-            tokens_B, reverse_kl_B, mismatch_B = sums_M[_Sum.BUCKETS : _Sum.MISMATCH_MAX].reshape(NUM_BUCKETS, 3).T
-            per_token = 1.0 / max(1, tokens)
+            tokens_B, reverse_kl_B, current_B, mismatch_B = (
+                sums_M[_Sum.BUCKETS : _Sum.MISMATCH_MAX].reshape(NUM_BUCKETS, 4).T
+            )
+            per_token, current = 1.0 / max(1, tokens), int(sums[_Sum.CURRENT])
+            per_current = 1.0 / max(1, current)
             out[cell] = CellMetrics(
                 trajectories=rows,
                 tokens=tokens,
                 reverse_kl=sums[_Sum.REVERSE_KL] * per_token,
                 clip_fraction=sums[_Sum.CLIPPED] * per_token,
                 entropy=sums[_Sum.ENTROPY] * per_token,
-                mismatch=sums[_Sum.MISMATCH] * per_token,
+                mismatch=Mean(sums[_Sum.MISMATCH] * per_current, current),
                 mismatch_max=sums[_Sum.MISMATCH_MAX],
                 masked_tokens=int(sums[_Sum.MASKED]),
-                mismatch_kl=sums[_Sum.MISMATCH_KL] * per_token,
-                mismatch_quarters=_means(mismatch_B, tokens_B, NUM_QUARTERS),
+                mismatch_kl=Mean(sums[_Sum.MISMATCH_KL] * per_current, current),
+                mismatch_quarters=_means(mismatch_B, current_B, NUM_QUARTERS),
                 route_agreement=Mean(routes[0] / max(1.0, routes[1]), int(routes[1])),
                 reverse_kl_deciles=_means(reverse_kl_B, tokens_B, NUM_DECILES),
                 logit_grad_norm=math.sqrt(sums[_Sum.GRAD_SQUARE]),

@@ -52,6 +52,8 @@ class DeviceMicroBatch(NamedTuple):
     """Index of the target among all tokens of the batch; -1 on padding."""
     bucket_T: Tensor
     """By position among its row's trained tokens, 0 to NUM_BUCKETS - 1."""
+    weight_version_T: Tensor
+    """Of the weights that sampled the target."""
     columns: TokenColumns
     sequences: PackedSeqParams
     routed_experts: Tensor | None
@@ -109,6 +111,7 @@ def _to_device(micro: MicroBatch, origin: np.ndarray, with_routes: bool) -> Devi
         cell_T=tensor(micro.cell),
         token_T=tensor(token),
         bucket_T=tensor(micro.bucket),
+        weight_version_T=tensor(micro.weight_version),
         columns=TokenColumns(
             loss_mask_T=tensor(micro.loss_mask),
             weight_T=tensor(micro.weight),

@@ -91,6 +91,7 @@ class MicroBatch:
     weight: np.ndarray  # [T] float32
     rollout_logprobs: np.ndarray  # [T] float32
     teacher_logprobs: np.ndarray  # [T] float32
+    weight_version: np.ndarray  # [T] int64
     cell: np.ndarray  # [T] int64, index into Batch.cells; 0 on padding
     bucket: np.ndarray
     """[T] int64: where among its row's trained tokens the token is, 0 to NUM_BUCKETS - 1; 0 where it is not trained."""
@@ -148,6 +149,7 @@ def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> M
         weight=column(weights[row], np.float32),
         rollout_logprobs=column(batch.rollout_logprobs[at], np.float32),
         teacher_logprobs=column(batch.teacher_logprobs[at], np.float32),
+        weight_version=column(batch.weight_version[at], np.int64),
         cell=column(batch.cell[row], np.int64),
         bucket=column(_buckets(batch)[at], np.int64),
         routed_experts=None if batch.routed_experts is None else _routes(batch.routed_experts, token),

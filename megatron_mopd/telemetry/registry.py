@@ -35,11 +35,19 @@ RUN_METRICS = _by_name(
         for i in range(1, NUM_DECILES + 1)
     ),
     Metric("train/kl", "nats/token", "reverse KL over the vocabulary or the top k, where it is the objective"),
-    Metric("train/logit_grad_norm", "", "norm of the gradient of the loss with respect to the logits of the batch"),
+    Metric(
+        "train/logit_grad_norm",
+        "",
+        "norm of the gradient of the loss with respect to logits / temperature",
+    ),
     Metric("train/clip_fraction", "share", "tokens whose log-ratio lies outside +-R_max"),
     Metric("train/entropy", "nats/token", "student's entropy over the vocabulary at the sampling temperature"),
-    Metric("train/mismatch_mean", "nats/token", "|trainer - rollout| log-probs of the same weights, token mean"),
-    Metric("train/mismatch_max", "nats", "the largest |trainer - rollout| of a token"),
+    Metric(
+        "train/mismatch_mean",
+        "nats/token",
+        "|trainer - rollout| log-probs of the same weights, mean over tokens that older weights did not sample",
+    ),
+    Metric("train/mismatch_max", "nats", "the largest |trainer - rollout| of those tokens"),
     Metric("train/mismatch_kl", "nats/token", "estimate of KL(rollout || trainer) of the same weights, never negative"),
     Metric("train/mismatch_quarter_1", "nats/token", "train/mismatch_mean in the first quarter of each row's tokens"),
     Metric("train/mismatch_quarter_2", "nats/token", "train/mismatch_mean in the second quarter"),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_mopd.telemetry.registry import cell_key, check_row
-from megatron_mopd.types import Cell, CellMetrics, StepMetrics
+from megatron_mopd.types import Cell, CellMetrics, Mean, StepMetrics
 
 ROLLOUT_MEANS = ("reward", "reward_within_budget", "spent_tokens", "response_tokens", "truncated_fraction")
 
@@ -43,17 +43,16 @@ def _teacher_row(learner: StepMetrics) -> dict[str, float]:
     return {
         "train/reverse_kl": learner.mean("reverse_kl"),
         "train/clip_fraction": learner.mean("clip_fraction"),
-        "train/mismatch_mean": learner.mean("mismatch"),
-        "train/mismatch_max": max((c.mismatch_max for c in learner.cells.values()), default=0.0),
-        "train/mismatch_kl": learner.mean("mismatch_kl"),
         **{f"train/{name}": value for name, value in _measured_means(learner).items()},
         "train/masked_tokens": float(sum(c.masked_tokens for c in learner.cells.values())),
     }
 
 
 def _measured_means(metrics: StepMetrics | CellMetrics) -> dict[str, float]:
-    """Means that are over fewer things than the trained tokens; without those of nothing."""
-    named = {f"mismatch_quarter_{i}": mean for i, mean in enumerate(metrics.mismatch_quarters, start=1)}
+    """What is measured of fewer things than the trained tokens; without that of nothing."""
+    named = {"mismatch_mean": metrics.mismatch, "mismatch_kl": metrics.mismatch_kl}
+    named["mismatch_max"] = Mean(metrics.mismatch_max, metrics.mismatch.count)
+    named |= {f"mismatch_quarter_{i}": mean for i, mean in enumerate(metrics.mismatch_quarters, start=1)}
     named |= {f"reverse_kl_decile_{i}": mean for i, mean in enumerate(metrics.reverse_kl_deciles, start=1)}
     named |= {"route_agreement": metrics.route_agreement, "kl": metrics.kl}
     return {name: mean.value for name, mean in named.items() if mean.count}
@@ -70,9 +69,6 @@ def _cell_rows(learner: StepMetrics, with_teacher: bool) -> dict[str, float]:
         if metrics.tokens and with_teacher:
             row[cell_key(cell, "reverse_kl")] = metrics.reverse_kl
             row[cell_key(cell, "clip_fraction")] = metrics.clip_fraction
-            row[cell_key(cell, "mismatch_mean")] = metrics.mismatch
-            row[cell_key(cell, "mismatch_max")] = metrics.mismatch_max
-            row[cell_key(cell, "mismatch_kl")] = metrics.mismatch_kl
             row |= {cell_key(cell, name): value for name, value in _measured_means(metrics).items()}
     return row
 

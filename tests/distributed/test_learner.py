@@ -131,7 +131,7 @@ def sft_loss(config: Config, batch: Batch) -> tuple[float, np.ndarray]:
     learner = start(config)
     logprobs = learner.logprobs(batch)
     metrics = learner.update(batch)
-    assert all(c.reverse_kl == c.mismatch == 0 for c in metrics.cells.values())
+    assert all(c.reverse_kl == c.mismatch.value == 0 for c in metrics.cells.values())
     return metrics.loss, logprobs
 
 

@@ -34,7 +34,8 @@ def measure(config: Config, batch: Batch) -> tuple[np.ndarray, StepMetrics]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scale", [1.0, 1e-5], ids=["far", "near"])
 def test_a_step_reports_the_mismatch_as_defined(layout: str, scale: float, ranks: Pools, model: Path) -> None:
-    """d = rollout - trainer; e^-d - 1 + d is an estimate of KL(rollout || trainer), see mcore/metrics.py.
+    """d = rollout - trainer of the tokens that these weights have sampled; e^-d - 1 + d is an estimate of
+    KL(rollout || trainer), see mcore/metrics.py.
 
     `near` is nearer to the size that real mismatches have, where float32 would lose all of it.
     """
@@ -43,8 +44,13 @@ def test_a_step_reports_the_mismatch_as_defined(layout: str, scale: float, ranks
     batch = batch_of()
     own = ranks(size)(measure, config, batch)[0][0]
     noise = np.random.default_rng(0).normal(0.1, 1.0, len(own)) * scale
-    batch = dataclasses.replace(batch, rollout_logprobs=(own + noise).astype(np.float32))
+    stale = np.random.default_rng(1).random(len(own)) < 0.3
+    noise[stale] = 9.0
+    batch = dataclasses.replace(
+        batch, rollout_logprobs=(own + noise).astype(np.float32), weight_version=-stale.astype(np.int32)
+    )
     trained, bucket, cell_of = trained_bucket_and_cell(batch)
+    current = trained & ~stale
     reverse_kl = own.astype(np.float64) - batch.teacher_logprobs
     d = batch.rollout_logprobs.astype(np.float64) - own
     kl = np.exp(-d) - 1 + d
@@ -52,10 +58,12 @@ def test_a_step_reports_the_mismatch_as_defined(layout: str, scale: float, ranks
         np.testing.assert_allclose(logprobs, own, atol=1e-6)
         for cell, of_cell in metrics.cells.items():
             here = trained & (cell_of == batch.cells.index(cell))
-            assert of_cell.mismatch == pytest.approx(np.abs(d[here]).mean(), rel=1e-3)
-            assert of_cell.mismatch_kl == pytest.approx(kl[here].mean(), rel=1e-2)
+            now = here & current
+            assert of_cell.mismatch == (pytest.approx(np.abs(d[now]).mean(), rel=1e-3), now.sum())
+            assert of_cell.mismatch_max == pytest.approx(np.abs(d[now]).max(), rel=1e-3)
+            assert of_cell.mismatch_kl == (pytest.approx(kl[now].mean(), rel=1e-2), now.sum())
             for i, mean in enumerate(of_cell.mismatch_quarters):
-                there = here & (bucket // 5 == i)
+                there = now & (bucket // 5 == i)
                 assert mean.count == there.sum()
                 assert mean.value == pytest.approx(np.abs(d[there]).mean(), rel=1e-3)
             for i, mean in enumerate(of_cell.reverse_kl_deciles):
@@ -64,8 +72,8 @@ def test_a_step_reports_the_mismatch_as_defined(layout: str, scale: float, ranks
                 assert mean.value * mean.count == pytest.approx(reverse_kl[there].sum(), rel=1e-5)
             assert Mean.over(of_cell.reverse_kl_deciles) == (pytest.approx(of_cell.reverse_kl, rel=1e-12), here.sum())
             assert of_cell.route_agreement.count == 0
-        assert metrics.mean("mismatch_kl") == pytest.approx(kl[trained].mean(), rel=1e-2)
-        assert sum(m.count for m in metrics.mismatch_quarters) == trained.sum()
+        assert metrics.mismatch_kl == (pytest.approx(kl[current].mean(), rel=1e-2), current.sum())
+        assert sum(m.count for m in metrics.mismatch_quarters) == current.sum()
 
 
 def trained_bucket_and_cell(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -123,6 +123,7 @@ def test_a_run_goes_on_without_a_teacher_and_trains_on_its_trajectories_later(
     for step, found in of_teacher.items():
         assert all(0 <= step - int(r["id"].rpartition("@")[2]) <= lag for r in found)
     assert max(row["rollout/staleness"] for row in metrics(run_folder)) > 0
+    assert all(row["train/mismatch_max"] < 1e-4 for row in metrics(run_folder)), "of the same weights, without the late"
     assert f"goes on without teacher {AWAY}" in (run_folder / "driver.log").read_text()
     assert_nothing_left(run_folder)
 

@@ -50,7 +50,7 @@ def learner_metrics(step: int, steps: int = 60) -> StepMetrics:
             0.1 + fade * (0.4 + 0.05 * i),
             0.03 * fade,
             0.5 + 0.1 * i,
-            1e-7,
+            Mean(1e-7, 500 + 90 * i),
             4e-6,
             0,
             reverse_kl_deciles=(Mean(-0.01, 50), *(Mean(fade * j / 9, 50) for j in range(1, 9)), NOTHING),

@@ -42,8 +42,11 @@ SECONDS = {"wait": 0.7, "update": 0.2, "sync": 0.05, "step": 1.0}
 
 def learner_metrics(step: int) -> StepMetrics:
     quarters = tuple(Mean(1e-7 * i, 10) for i in range(3)), (Mean(8e-7, 2), *(NOTHING,) * 2, Mean(6e-7, 8))
-    low = CellMetrics(3, 30, 0.4 / step, 0.1, 0.9, 1e-7, 3e-7, 1, 2e-9, (*quarters[0], NOTHING), Mean(0.9, 300))
-    high = CellMetrics(1, 10, 0.8 / step, 0.3, 1.7, 5e-7, 9e-7, 0, 6e-9, quarters[1], Mean(0.5, 100))
+    low = CellMetrics(3, 30, 0.4 / step, 0.1, 0.9, Mean(1e-7, 30), 3e-7, 1)
+    high = CellMetrics(1, 10, 0.8 / step, 0.3, 1.7, Mean(5e-7, 8), 9e-7, 0)
+    low = replace(low, mismatch_kl=Mean(2e-9, 30), mismatch_quarters=(*quarters[0], NOTHING))
+    high = replace(high, mismatch_kl=Mean(6e-9, 8), mismatch_quarters=quarters[1])
+    low, high = replace(low, route_agreement=Mean(0.9, 300)), replace(high, route_agreement=Mean(0.5, 100))
     low = replace(low, logit_grad_norm=0.6, weight=1.25, reverse_kl_deciles=(Mean(0.4 / step, 3),) * 10)
     high = replace(high, logit_grad_norm=0.8, weight=0.5, reverse_kl_deciles=(Mean(1.6 / step, 5), *(NOTHING,) * 9))
     return StepMetrics(step, -0.1 / 3, 0.7, 4e-3, 200, 2, dict(zip(CELLS, (low, high), strict=True)))
@@ -96,7 +99,7 @@ class TestRow:
         row = row_of(1)
         assert row["train/reverse_kl"] == pytest.approx((30 * 0.4 + 10 * 0.8) / 40)
         assert row["train/mismatch_max"] == 9e-7
-        assert row["train/mismatch_kl"] == pytest.approx((30 * 2e-9 + 10 * 6e-9) / 40)
+        assert row["train/mismatch_kl"] == pytest.approx((30 * 2e-9 + 8 * 6e-9) / 38)
         assert row["train/mismatch_quarter_1"] == pytest.approx((10 * 0 + 2 * 8e-7) / 12)
         assert row["train/mismatch_quarter_2"] == pytest.approx(1e-7)
         assert row["train/mismatch_quarter_4"] == pytest.approx(6e-7)
@@ -137,13 +140,16 @@ class TestRow:
 
     def test_what_nothing_was_measured_for_is_absent(self) -> None:
         full = learner_metrics(1)
-        empty = replace(full, cells={**full.cells, CELLS[1]: CellMetrics(1, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 10)})
+        empty = replace(full, cells={**full.cells, CELLS[1]: CellMetrics(1, 0, 0.0, 0.0, 0.0, NOTHING, 0.0, 10)})
         row = step_row(empty, rollout_metrics(), SECONDS)
         assert not [key for key in row if key.startswith(("cell/general/max/reverse_kl", "cell/general/max/mismatch"))]
         assert "cell/general/max/route_agreement" not in row
         assert "cell/general/low/mismatch_quarter_4" not in row
         assert "cell/general/low/reverse_kl_decile_10" in row
         assert "cell/general/max/reverse_kl_decile_2" not in row_of(1)
+        stale = {cell: replace(m, mismatch=NOTHING, mismatch_kl=NOTHING) for cell, m in full.cells.items()}
+        without = row_of(1).keys() - step_row(replace(full, cells=stale), rollout_metrics(), SECONDS).keys()
+        assert {"train/mismatch_mean", "train/mismatch_max", "cell/general/low/mismatch_kl"} < without
         demonstrations = step_row(full, None, SECONDS)
         assert "train/loss" in demonstrations
         assert not [key for key in demonstrations if "reverse_kl" in key or key.startswith("rollout/")]
