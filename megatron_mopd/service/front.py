@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -79,9 +80,10 @@ class Front:
 
     def drain(self) -> None:
         """What the signals do."""
-        if not self._draining:
-            print("teacher service: asked to end; finishing what is queued", file=sys.stderr, flush=True)
-        self._draining = True
+        before, self._draining = self._draining, True
+        if not before:
+            with suppress(OSError):  # its reader may be gone
+                print("teacher service: asked to end; finishing what is queued", file=sys.stderr, flush=True)
 
     @property
     def drained(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,14 @@ def test_asked_to_end_it_finishes_what_is_queued_and_takes_nothing_new(served: S
         assert (await send(http, served.url, call_of(), Idempotency_Key="a"))[0] == 200  # kept
 
     run(body)
+
+
+def test_asked_to_end_it_ends_where_nobody_reads_what_it_says(served: Scoring, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as nobody, monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", nobody)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert served.ended(within_s=5)
+        with suppress(BrokenPipeError):
+            nobody.close()
