@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,11 @@ class StoredBatch:
     def advantage_sums(self) -> np.ndarray:
         return self._file.get_tensor("advantage_sums")
 
-    def select(self, rows: Sequence[int]) -> Batch:
+    def select(self, rows: Sequence[int], optional: Collection[str] | None = None) -> Batch:
         chosen = np.asarray(rows, np.int64)
         columns = {}
-        optional = set(OPTIONAL_COLUMNS) & set(self._file.keys())
-        for name in (*TOKEN_COLUMNS, *optional):
+        there = set(OPTIONAL_COLUMNS if optional is None else optional) & set(self._file.keys())
+        for name in (*TOKEN_COLUMNS, *there):
             column = self._file.get_slice(name)
             parts = [column[int(self.offsets[i]) : int(self.offsets[i + 1])] for i in chosen]
             columns[name] = np.concatenate(parts or [column[0:0]])

@@ -9,7 +9,7 @@ positions, L layers, K experts of a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -242,13 +242,14 @@ class Batch:
         powers = (np.ones_like(advantage), advantage, np.square(advantage))
         return np.stack([np.bincount(row, power, len(self)) for power in powers], axis=1)
 
-    def select(self, rows: Sequence[int]) -> Batch:
-        """The given rows, in the given order."""
+    def select(self, rows: Sequence[int], optional: Collection[str] | None = None) -> Batch:
+        """The given rows, in the given order; of the optional columns those that are named (None: all)."""
         picked = np.asarray(rows, np.int64)
         lengths = self.lengths[picked]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         tokens = np.repeat(self.offsets[picked] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        columns = {name: column[tokens] for name, column in self.token_columns.items()}
+        wanted = {*TOKEN_COLUMNS, *(OPTIONAL_COLUMNS if optional is None else optional)}
+        columns = {name: column[tokens] for name, column in self.token_columns.items() if name in wanted}
         return Batch(offsets=offsets, cell=self.cell[picked], cells=self.cells, **columns)
 
     @classmethod

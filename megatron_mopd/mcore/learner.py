@@ -99,7 +99,8 @@ class Learner:
         assert len(batch), "an update needs a trajectory"
         num_cells = len(batch.cells)
         row_weights, factors = batch_weights(batch, self.config.objective)
-        mine, num_packed = self._micro_batches(batch, row_weights)
+        hidden = () if self.teacher_heads is None else ("teacher_hidden",)
+        mine, num_packed = self._micro_batches(batch, row_weights, hidden)
         self._refuse_unless_routed(mine)
         self._refuse_unless_hidden(mine)
         for chunk in self.chunks:
@@ -168,10 +169,12 @@ class Learner:
             chunk.train()
         return mine, parts
 
-    def _micro_batches(self, batch: Rows, row_weights: np.ndarray) -> tuple[list[DeviceMicroBatch], int]:
+    def _micro_batches(
+        self, batch: Rows, row_weights: np.ndarray, optional: Sequence[str] = ()
+    ) -> tuple[list[DeviceMicroBatch], int]:
         max_tokens = self.config.learner.micro_batch_tokens
-        with_routes = self.config.rollout.router_replay
-        return micro_batches(batch, row_weights, self.layout, max_tokens, self.vocab_size, with_routes)
+        routes = ("routed_experts",) if self.config.rollout.router_replay else ()
+        return micro_batches(batch, row_weights, self.layout, max_tokens, self.vocab_size, (*routes, *optional))
 
     def _run(
         self,
@@ -215,7 +218,7 @@ class Learner:
 
     def _refuse_unless_hidden(self, mine: Sequence[DeviceMicroBatch]) -> None:
         bare = any(micro.teacher_hidden_SD is None and micro.columns.loss_mask_T.any() for micro in mine)
-        if self.objective.divergence is not None and bare:
+        if self.teacher_heads is not None and bare:
             raise UserError(
                 f"the batch of step {self.step + 1} has no hidden states of the teachers; objective.name="
                 f"{self.config.objective.name} needs batches that were scored for it"

@@ -5,7 +5,7 @@ Shape suffixes: T packed tokens of a micro-batch on this context-parallel rank, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -38,7 +38,7 @@ class Rows(Protocol):
     @property
     def advantage_sums(self) -> np.ndarray: ...
     def __len__(self) -> int: ...
-    def select(self, rows: Sequence[int], /) -> Batch: ...
+    def select(self, rows: Sequence[int], optional: Collection[str], /) -> Batch: ...
 
 
 class DeviceMicroBatch(NamedTuple):
@@ -64,11 +64,11 @@ class DeviceMicroBatch(NamedTuple):
 
 
 def micro_batches(
-    batch: Rows, weights: np.ndarray, layout: Layout, max_tokens: int, vocab_size: int, with_routes: bool
+    batch: Rows, weights: np.ndarray, layout: Layout, max_tokens: int, vocab_size: int, optional: Collection[str] = ()
 ) -> tuple[list[DeviceMicroBatch], int]:
     """The micro-batches of this rank, equally many on each, and the packed tokens of all ranks together.
 
-    `weights` [n] is the weight of each row's tokens; `with_routes` keeps the routed experts that the batch may have.
+    `weights` [n] is the weight of each row's tokens; `optional` are the optional columns of the batch to read.
     Raises UserError for a token id that the model does not have.
     """
     # Interleaved pipelines take micro-batches in groups of the pipeline's size.
@@ -79,11 +79,11 @@ def micro_batches(
     starts = np.cumsum(batch.lengths) - batch.lengths
     mine = []
     for rows in ranks[parallel_state.get_data_parallel_rank()]:
-        part = batch.select(rows)
+        part = batch.select(rows, optional)
         _check_vocabulary(part, vocab_size)
         micro = pack(part, weights[rows], layout.tp, layout.cp, parallel_state.get_context_parallel_rank())
         origin = np.repeat(starts[rows] - part.offsets[:-1], part.lengths) + np.arange(len(part.token_ids))
-        mine.append(_to_device(micro, origin, with_routes))
+        mine.append(_to_device(micro, origin))
     return mine, num_packed
 
 
@@ -96,14 +96,13 @@ def _check_vocabulary(batch: Batch, vocab_size: int) -> None:
         )
 
 
-def _to_device(micro: MicroBatch, origin: np.ndarray, with_routes: bool) -> DeviceMicroBatch:
+def _to_device(micro: MicroBatch, origin: np.ndarray) -> DeviceMicroBatch:
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device.DEVICE, non_blocking=True)
 
     bounds = tensor(micro.cu_seqlens)
     token = micro.token.copy()
     token[token >= 0] = origin[token[token >= 0]]
-    routes = micro.routed_experts if with_routes else None
     return DeviceMicroBatch(
         input_ids_T=tensor(micro.input_ids),
         position_ids_T=tensor(micro.position_ids),
@@ -125,7 +124,7 @@ def _to_device(micro: MicroBatch, origin: np.ndarray, with_routes: bool) -> Devi
             max_seqlen_q=micro.max_seqlen,
             max_seqlen_kv=micro.max_seqlen,
         ),
-        routed_experts=None if routes is None else torch.from_numpy(routes),
+        routed_experts=None if micro.routed_experts is None else torch.from_numpy(micro.routed_experts),
         teacher_hidden_SD=None if micro.teacher_hidden is None else from_bits(micro.teacher_hidden),
     )
 

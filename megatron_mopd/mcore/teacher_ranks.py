@@ -136,7 +136,7 @@ class TeacherRanks:
     def pack(self, batch: Batch) -> list[DeviceMicroBatch]:
         """The micro-batches of this rank."""
         weights = np.zeros(len(batch), np.float32)
-        return micro_batches(batch, weights, self.layout, self._max_tokens, self.vocab_size, False)[0]
+        return micro_batches(batch, weights, self.layout, self._max_tokens, self.vocab_size)[0]
 
     @torch.no_grad()
     def forward(self, mine: Sequence[DeviceMicroBatch], with_hidden: bool = False) -> list[Any]:

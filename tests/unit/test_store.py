@@ -38,6 +38,7 @@ def test_any_rows_read_back_equal_the_batch_in_memory(written, rows):
     np.testing.assert_array_equal(stored.loss_tokens, batch.loss_tokens)
     np.testing.assert_array_equal(stored.advantage_sums, batch.advantage_sums)
     got, want = stored.select(rows), batch.select(rows)
+    assert stored.select(rows, []).teacher_hidden is None
     for name in (*TOKEN_COLUMNS, "offsets", "cell", "teacher_hidden"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
         assert getattr(got, name).dtype == getattr(want, name).dtype
