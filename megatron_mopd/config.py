@@ -56,7 +56,7 @@ Backend = Literal["embedded", "sglang", "megatron"]
 
 
 class Teacher(Table):
-    name: str
+    name: str = Field(pattern=r'^[^\x00-\x1f"\\]+$')  # it stands in messages, headers and labels of metrics
     domain: str
     effort: str
     checkpoint: Path
