@@ -7,6 +7,7 @@ A real teacher service, kept by a real keeper. Lane "a" reaches it through a pro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -21,10 +22,11 @@ import pytest
 from scoring import config_of
 from tiny import VOCAB_SIZE, write_checkpoint
 
+from megatron_mopd.client import Client
 from megatron_mopd.config import Config
 from megatron_mopd.embedded.scorer import EmbeddedScorer
 from megatron_mopd.errors import UserError
-from megatron_mopd.protocols import TeacherScorer
+from megatron_mopd.protocols import EndpointDown, TeacherScorer
 from megatron_mopd.servers import files
 from megatron_mopd.servers.launch import endpoints, servers
 from megatron_mopd.service.client import ServiceClient
@@ -198,11 +200,20 @@ def test_a_killed_service_delays_its_own_lane_and_comes_back(config: Config, url
     assert_each_scored_once(asyncio.run(asyncio.wait_for(body(), 240)), folder)
 
 
+async def until_gone(url: str) -> None:
+    async with Client(silence_s=5.0) as client:
+        with contextlib.suppress(EndpointDown):
+            while True:
+                await client.get(url, "/health")
+                await asyncio.sleep(0.02)
+
+
 def test_a_service_that_returns_with_other_weights_is_refused(config: Config, url: str, folder: Path) -> None:
     async def body() -> None:
         lanes = lanes_of(config, {"a": ServiceClient(url, config)})
         async with started(lanes):
             os.killpg(files.read_endpoint(config.run.folder, "service")["pid"], signal.SIGKILL)
+            await until_gone(url)  # a rank sees the end of its launcher within half a second
             write_checkpoint(folder / "other", 77)
             shutil.copyfile(folder / "other" / "model.safetensors", folder / "a" / "model.safetensors")
             for sampled in trajectories("a", 9):
