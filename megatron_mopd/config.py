@@ -320,6 +320,8 @@ def _explain(error: Any) -> str:
         return f"unknown key {where}; {_suggest(error['loc'])}"
     if error["type"] == "missing":
         return f"{where} is missing; set it in the YAML file or as {where}=VALUE"
+    if error["type"] == "tuple_type":
+        return f"{where}={reprlib.repr(error['input'])}: it should be a list, {where}=[...]"
     message = error["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     return f"{where}={reprlib.repr(error['input'])}: {message}"

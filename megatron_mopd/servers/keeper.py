@@ -84,7 +84,10 @@ class Keeper:
 
     async def _start(self, server: ServerProcess) -> float | None:
         """Return once it is healthy, with the time; None where it ends first, or is not there in time."""
-        async with _turn(server.spec.on_cpu):
+        waits = (
+            f"{server.name} waits: another run is starting a server on this machine, and on a CPU one starts at a time"
+        )
+        async with _turn(server.spec.on_cpu, lambda: self._say(waits)):
             started = time.monotonic()
             server.start()
             files.write_endpoint(self._run_folder, server.name, server.url, server.pid)
@@ -120,14 +123,18 @@ class Keeper:
 
 
 @asynccontextmanager
-async def _turn(on_cpu: bool) -> AsyncIterator[None]:
+async def _turn(on_cpu: bool, say_that_it_waits: Callable[[], None]) -> AsyncIterator[None]:
     """Cores are shared: two servers that start together take more than twice as long, and may look dead."""
     if not on_cpu:
         yield
         return
     path = Path(tempfile.gettempdir()) / f"megatron_mopd-{os.getuid()}-server-start.lock"
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)) as file:
+        said = False
         while not try_lock(file.fileno()):
+            if not said:
+                say_that_it_waits()
+            said = True
             await asyncio.sleep(CHECK_S)
         yield
 

@@ -29,7 +29,8 @@ def server_lines(config: Config) -> list[str]:
     lines = []
     if (specs := server_specs(config)) and not files.is_served(config.run.folder):
         names = ", ".join(spec.name for spec in specs)
-        lines.append(f"servers to start: {names}; this takes a while, see {config.run.folder}/logs")
+        in_turn = ", one at a time on a CPU" if any(spec.on_cpu for spec in specs) else ""
+        lines.append(f"servers to start: {names}; this takes a while{in_turn}, see {config.run.folder}/logs")
     for option, timeout_s, urls in (
         ("sglang.start_timeout_s", config.sglang.start_timeout_s, sglang.given_urls(config)),
         ("service.start_timeout_s", config.service.start_timeout_s, service.given_urls(config)),

@@ -126,7 +126,9 @@ class Lane:
 
         async def attempt(url: str) -> list[Scores]:
             tokens = sum(request.num_tokens for request in requests)
-            with self._trace.span("score", f"lane {self.teacher}", url=url, trajectories=len(requests), tokens=tokens):
+            with self._trace.span(
+                f"score {self.teacher}", f"lane {self.teacher}", url=url, trajectories=len(requests), tokens=tokens
+            ):
                 replies = await self._ask(self._scorers[url], requests)
             _check_replies(url, requests, replies, self._with_hidden)
             return replies

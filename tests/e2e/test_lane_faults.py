@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -28,6 +29,7 @@ from megatron_mopd.embedded.scorer import EmbeddedScorer
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import EndpointDown, TeacherScorer
 from megatron_mopd.servers import files
+from megatron_mopd.servers.keeper import CHECK_S
 from megatron_mopd.servers.launch import endpoints, servers
 from megatron_mopd.service.client import ServiceClient
 from megatron_mopd.teachers.lanes import Lane, Lanes, score_request
@@ -59,6 +61,7 @@ def config(folder: Path) -> Iterator[Config]:
 @pytest.fixture
 def url(config: Config) -> str:
     wait_until_there(config)
+    time.sleep(4 * CHECK_S)  # the keeper sees it too: a service that dies before it was healthy has few more tries
     return endpoints(config.run.folder)["service"]
 
 
