@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import signal
 import statistics
@@ -59,18 +60,19 @@ async def row(fault: str, config: Config, embedded: Config, count: int, num_roun
     sick = asyncio.Event()
     proxy = FaultyProxy(service_url(config), lambda teacher: fault if sick.is_set() else None)
     seconds: dict[bool, list[float]] = {False: [], True: []}
+    seeds = itertools.count(1000 * [*FAULTS, KILL].index(fault))  # the service keeps replies: nothing is asked twice
     async with proxy.serve() as broken, lanes_of(config, embedded, broken, fault) as lanes:
         first, *others = (teacher.name for teacher in config.teachers.models)
-        await timed(lanes, others, sampled(config, count, 0))  # warms up
-        for i in range(num_rounds):
+        await timed(lanes, others, sampled(config, count, next(seeds)))  # warms up
+        for _ in range(num_rounds):
             for is_sick in (False, True):
-                for one in sampled(config, count // len(others), 1000 + 2 * i + is_sick):
+                for one in sampled(config, count // len(others), next(seeds)):
                     lanes.submit(first, one)
                 if is_sick and fault == KILL:
                     os.killpg(files.read_endpoint(config.run.folder, "service")["pid"], signal.SIGKILL)
                 elif is_sick:
                     sick.set()
-                seconds[is_sick].append(await timed(lanes, others, sampled(config, count, 2 * i + is_sick)))
+                seconds[is_sick].append(await timed(lanes, others, sampled(config, count, next(seeds))))
                 sick.clear()
                 await lanes.drain(0)  # nothing is lost: it raises otherwise
     ratios = sorted(well / ill for well, ill in zip(seconds[False], seconds[True], strict=True))
