@@ -130,7 +130,7 @@ async def _on_sglang(config: Config, cases: Sequence[Case]) -> tuple[list[Trajec
     finally:
         await engine.close()
     url = (config.sglang.student.urls or (endpoints(config.run.folder)["student-0"],))[0]
-    tables = {"teachers": {"backend": "sglang"}, "sglang": {"teachers": {"urls": {"self": url}}}}
+    tables = {"teachers": {"backend": "sglang"}, "sglang": {"teachers": {"urls": {"self": [url]}}}}
     prefill = Config.model_validate(overlay(config.model_dump(), tables))
     return trajectories, {"prefill": await _score(prefill, trajectories)}
 
