@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mopd.config import Config, Teacher
+from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore import device
@@ -41,6 +41,7 @@ from megatron_mopd.mcore.microbatch import DeviceMicroBatch, micro_batches
 from megatron_mopd.mcore.model import build_model
 from megatron_mopd.mcore.teacher_weights import TeacherWeights
 from megatron_mopd.scores import Scores, is_finite
+from megatron_mopd.service.arguments import common_config
 from megatron_mopd.types import Batch, Cell
 
 # isort: split
@@ -164,22 +165,6 @@ def service_layout(config: Config) -> Layout:
         layout = Layout.from_table(config.service.megatron)
         layout.check(hf_config, dist.get_world_size())
     return layout
-
-
-def common_config(teachers: Sequence[Teacher]) -> Mapping[str, Any]:
-    """config.json of the teachers. UserError for none, and for two of different architectures."""
-    if not teachers:
-        raise UserError("no teacher has backend megatron; set teachers.backend=megatron, or the backend of some")
-    configs = {t.name: read_hf_config(t.checkpoint, f"teacher {t.name}") for t in teachers}
-    architectures = {name: family_of(config).architecture(config) for name, config in configs.items()}
-    first, *others = architectures
-    for other in others:
-        if architectures[other] != architectures[first]:
-            raise UserError(
-                f"teachers {first} and {other} are of different architectures, and a service serves one; set the "
-                "backend of one of the two to sglang or embedded, or serve it from a configuration of its own"
-            )
-    return configs[first]
 
 
 def max_tokens(folder: Path) -> int:
