@@ -147,7 +147,6 @@ def test_a_run_that_gives_a_teacher_up_goes_on_from_the_same_trajectories(
     store = TrajectoryStore(run_folder)
     kept = store.kept(steps)
     assert len(kept) == 36
-    assert any(s.teacher_logprobs is not None for s in kept)
     marked = [replace(s, trajectory=replace(s.trajectory, finish_reason="kept")) for s in kept]
     write_trajectories(store._sampled(steps), marked)
 
