@@ -22,10 +22,10 @@ from megatron_mopd.ranks import rank
 from megatron_mopd.rollout.environments import load_environments
 from megatron_mopd.rollout.sampler import Sampling
 from megatron_mopd.run_lock import locked
+from megatron_mopd.step_metrics import StepMetrics
 from megatron_mopd.store import TrajectoryStore
 from megatron_mopd.telemetry import trace
 from megatron_mopd.telemetry.trace import NO_TRACE, Trace
-from megatron_mopd.types import StepMetrics
 
 if TYPE_CHECKING:
     from megatron_mopd.mcore.learner import Learner

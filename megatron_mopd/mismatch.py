@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_mopd.types import NUM_QUARTERS, Batch, Mean
+from megatron_mopd.batch import Batch
+from megatron_mopd.step_metrics import NUM_QUARTERS, Mean
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The trajectory store: where the driver's loop and the trainer's loop meet.
 
-One folder per step, `RUN/trajectories/step_00000012/`: `batch.safetensors` (the columns of types.Batch),
+One folder per step, `RUN/trajectories/step_00000012/`: `batch.safetensors` (the columns of batch.Batch),
 `rows.jsonl` (one readable line per trajectory), `rollout.json` (the driver's metrics) and, where lanes were left
 behind, `unscored.safetensors` (the trajectories that wait for their teachers). A folder appears whole, by rename, or
 not at all. `step_00000012.sampled` is what was sampled for a step that its lanes could not finish.
@@ -22,14 +22,15 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from megatron_mopd.batch import OPTIONAL_COLUMNS, TOKEN_COLUMNS, Batch
 from megatron_mopd.trajectory_file import Sampled, read_trajectories, write_trajectories
-from megatron_mopd.types import OPTIONAL_COLUMNS, TOKEN_COLUMNS, Batch, Cell, Graded
+from megatron_mopd.types import Cell, Graded
 
 UNSCORED = "unscored.safetensors"
 
 
 class StoredBatch:
-    """A batch on disk with the interface of types.Batch; `select` reads only the rows asked for."""
+    """A batch on disk with the interface of batch.Batch; `select` reads only the rows asked for."""
 
     def __init__(self, file: Path) -> None:
         self._file = safe_open(str(file), framework="numpy")

@@ -33,6 +33,7 @@ from rich.table import Table
 from safetensors.numpy import load_file
 
 from megatron_mopd import build
+from megatron_mopd.batch import Batch
 from megatron_mopd.cli import guarded
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
@@ -41,8 +42,9 @@ from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mismatch import Comparison, agreement, compare, tokens_of
 from megatron_mopd.protocols import RolloutEngine, SampleRequest, ScoreRequest
 from megatron_mopd.servers.launch import endpoints
+from megatron_mopd.step_metrics import Mean
 from megatron_mopd.store import write_batch
-from megatron_mopd.types import Batch, Cell, Graded, Mean, Prompt, RenderedPrompt, Segment, Trajectory
+from megatron_mopd.types import Cell, Graded, Prompt, RenderedPrompt, Segment, Trajectory
 from megatron_mopd.yaml_tree import overlay, override
 
 CELL = Cell("any", "any")

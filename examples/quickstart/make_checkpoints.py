@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.cli import guarded, read_config
 from megatron_mopd.config import Config, Teacher, load_config, split_arguments
 from megatron_mopd.ranks import rank, world_size
 from megatron_mopd.store import StoredBatch
-from megatron_mopd.types import Batch
 
 if TYPE_CHECKING:
     from megatron_mopd.mcore.learner import Learner

@@ -42,8 +42,9 @@ from examples.quickstart.tasks import (
     Demonstration,
     Task,
 )
+from megatron_mopd.batch import Batch
 from megatron_mopd.store import write_batch
-from megatron_mopd.types import Batch, Cell
+from megatron_mopd.types import Cell
 
 CELLS = tuple(Cell(domain, effort) for domain in DOMAINS for effort in EFFORTS)
 ENVIRONMENTS = {"general": "sums", "agents": "key_table", "coding": "stack_programs"}

@@ -44,7 +44,8 @@ from megatron_mopd.objectives import build_objective
 from megatron_mopd.objectives.balance import batch_weights
 from megatron_mopd.objectives.distribution import TargetDivergence
 from megatron_mopd.objectives.logprobs import TargetLogprobs
-from megatron_mopd.types import Cell, StepMetrics
+from megatron_mopd.step_metrics import StepMetrics
+from megatron_mopd.types import Cell
 
 # isort: split
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging

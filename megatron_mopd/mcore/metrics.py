@@ -32,7 +32,8 @@ from megatron_mopd.mcore.microbatch import DeviceMicroBatch
 from megatron_mopd.objectives.distribution import TargetDivergence
 from megatron_mopd.objectives.logprobs import TargetLogprobs
 from megatron_mopd.objectives.objective import TokenTerms
-from megatron_mopd.types import NOTHING, NUM_BUCKETS, NUM_DECILES, NUM_QUARTERS, Cell, CellMetrics, Mean
+from megatron_mopd.step_metrics import NOTHING, NUM_BUCKETS, NUM_DECILES, NUM_QUARTERS, CellMetrics, Mean
+from megatron_mopd.types import Cell
 
 
 class _Sum(IntEnum):

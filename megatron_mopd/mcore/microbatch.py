@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.packing import MicroBatch, pack, padded_length, plan
 from megatron_mopd.objectives.objective import TokenColumns
-from megatron_mopd.types import Batch, Cell
+from megatron_mopd.types import Cell
 
 # isort: split
 from megatron.core import parallel_state
@@ -25,7 +26,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 
 class Rows(Protocol):
-    """A batch in memory (types.Batch) or on disk (store.StoredBatch)."""
+    """A batch in memory (batch.Batch) or on disk (store.StoredBatch)."""
 
     @property
     def cells(self) -> tuple[Cell, ...]: ...

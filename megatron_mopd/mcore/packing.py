@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_mopd.types import NUM_BUCKETS, Batch
+from megatron_mopd.batch import Batch
+from megatron_mopd.step_metrics import NUM_BUCKETS
 
 MicroBatchRows = list[int]
 

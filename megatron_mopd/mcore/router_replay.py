@@ -202,6 +202,6 @@ class Recorder:
         self._routes_NLK[target_t[real_t] - 1, layer] = (own_tK[real_t] + 1).int()
 
     def reduce(self) -> np.ndarray:
-        """[N, L, K] int16 as in types.Batch, the same on every rank; -1 in dense layers and for what was no input."""
+        """[N, L, K] int16 as in batch.Batch, the same on every rank; -1 in dense layers and for what was no input."""
         dist.all_reduce(self._routes_NLK)
         return (self._routes_NLK - 1).cpu().numpy().astype(np.int16)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
@@ -42,7 +43,7 @@ from megatron_mopd.mcore.model import build_model
 from megatron_mopd.mcore.teacher_weights import TeacherWeights
 from megatron_mopd.scores import Scores, is_finite
 from megatron_mopd.service.arguments import common_config
-from megatron_mopd.types import Batch, Cell
+from megatron_mopd.types import Cell
 
 # isort: split
 from megatron.core.fp8_utils import prepare_model_for_fp8_inference

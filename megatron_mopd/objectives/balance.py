@@ -28,7 +28,7 @@ BOUND = 4.0
 
 
 class Rows(Protocol):
-    """What of a batch decides weights: of types.Batch or store.StoredBatch."""
+    """What of a batch decides weights: of batch.Batch or store.StoredBatch."""
 
     @property
     def cells(self) -> tuple[Cell, ...]: ...

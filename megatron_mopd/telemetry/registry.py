@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_mopd.types import NUM_DECILES, Cell
+from megatron_mopd.step_metrics import NUM_DECILES
+from megatron_mopd.types import Cell
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from html import escape
 
+from megatron_mopd.step_metrics import NUM_DECILES
 from megatron_mopd.telemetry.curves import Curves
 from megatron_mopd.telemetry.registry import cell_key
 from megatron_mopd.telemetry.svg import bars, value_range
-from megatron_mopd.types import NUM_DECILES, Cell
+from megatron_mopd.types import Cell
 
 LAST_STEPS = 10
 """The numbers are means over this many steps: one batch is noisy."""

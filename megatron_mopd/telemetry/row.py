@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_mopd.step_metrics import CellMetrics, Mean, StepMetrics
 from megatron_mopd.telemetry.registry import cell_key, check_row
-from megatron_mopd.types import Cell, CellMetrics, Mean, StepMetrics
+from megatron_mopd.types import Cell
 
 ROLLOUT_MEANS = ("reward", "reward_within_budget", "spent_tokens", "response_tokens", "truncated_fraction")
 

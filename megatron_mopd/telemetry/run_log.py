@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from megatron_mopd.config import Config
+from megatron_mopd.step_metrics import StepMetrics
 from megatron_mopd.telemetry.display import Display
 from megatron_mopd.telemetry.record import Record
 from megatron_mopd.telemetry.row import step_row
 from megatron_mopd.telemetry.sinks import check_sinks, open_sinks
-from megatron_mopd.types import StepMetrics
 
 
 class RunLog:

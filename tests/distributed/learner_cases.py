@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from tiny import VOCAB_SIZE
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
-from megatron_mopd.types import Batch, Cell, StepMetrics
+from megatron_mopd.step_metrics import StepMetrics
+from megatron_mopd.types import Cell
 
 CELLS = (Cell("law", "low"), Cell("law", "high"), Cell("code", "max"))
 

@@ -14,7 +14,7 @@ from ranks import Pools
 from tiny import LAYOUTS, write_checkpoint
 
 from megatron_mopd.config import Config
-from megatron_mopd.types import StepMetrics
+from megatron_mopd.step_metrics import StepMetrics
 
 TP2_EP2 = LAYOUTS["TP2xEP2"][1]
 CASES = {

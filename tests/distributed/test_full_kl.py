@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from test_layouts import PLAIN, Outcome, assert_same, assert_same_gradients, run
 from tiny import LAYOUTS, VOCAB_SIZE, write_checkpoint
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
-from megatron_mopd.types import Batch, StepMetrics
+from megatron_mopd.step_metrics import StepMetrics
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "full_kl": {"name": "full_kl"},

@@ -18,8 +18,10 @@ from ranks import Pools
 from safetensors.torch import save_file
 from tiny import LAYOUTS, VOCAB_SIZE, write_checkpoint
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
-from megatron_mopd.types import Batch, Cell, StepMetrics
+from megatron_mopd.step_metrics import StepMetrics
+from megatron_mopd.types import Cell
 
 PLAIN = {"use_distributed_optimizer": False, "clip_grad": 0.0}
 LAYOUTS = {name: layout for name, layout in LAYOUTS.items() if name not in ("single", "ETP2", "TP4")} | {

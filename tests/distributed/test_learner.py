@@ -13,8 +13,9 @@ from learner_cases import batch_of, config_of, load_folder, loss_and_gradients, 
 from ranks import Pools
 from tiny import VOCAB_SIZE, write_checkpoint
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
-from megatron_mopd.types import Batch, StepMetrics
+from megatron_mopd.step_metrics import StepMetrics
 
 PLAIN = {"use_distributed_optimizer": False, "clip_grad": 0.0}
 

@@ -13,8 +13,9 @@ from learner_cases import batch_of, config_of, start
 from ranks import Pools
 from tiny import LAYOUTS, write_checkpoint
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
-from megatron_mopd.types import Batch, Mean, StepMetrics
+from megatron_mopd.step_metrics import Mean, StepMetrics
 
 LAYOUTS = {name: LAYOUTS[name] for name in ("single", "DP2", "TP2xPP2", "CP2")}
 

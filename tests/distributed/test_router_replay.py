@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 from test_layouts import LAYOUTS, PLAIN, Outcome, assert_same, assert_same_gradients, run
 from tiny import write_checkpoint
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
-from megatron_mopd.types import NOTHING, Batch
+from megatron_mopd.step_metrics import NOTHING
 
 NUM_LAYERS, NUM_EXPERTS, TOPK, DENSE = 4, 8, 2, 1
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from tiny import VOCAB_SIZE
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
-from megatron_mopd.types import Batch, Cell
+from megatron_mopd.types import Cell
 
 SMALL_BUCKET_BYTES = 100_000
 """Of a model of 1.2 MB, so that every owner sends several."""

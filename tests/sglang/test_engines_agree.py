@@ -16,8 +16,8 @@ import pytest
 from running import Server
 from tiny import VOCAB_SIZE
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
-from megatron_mopd.types import Batch
 from megatron_mopd.yaml_tree import overlay
 from tools.check_mismatch import PAIRS, Case, Measurement, config_of, measure, random_cases
 

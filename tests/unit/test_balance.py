@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config, Objective, check_domains
 from megatron_mopd.errors import UserError
 from megatron_mopd.objectives.balance import batch_weights, inverse_deviation
 from megatron_mopd.objectives.normalisation import row_weights
-from megatron_mopd.types import Batch, Cell
+from megatron_mopd.types import Cell
 
 CELLS = (Cell("law", "low"), Cell("law", "high"), Cell("code", "max"))
 

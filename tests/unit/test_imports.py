@@ -11,7 +11,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_mopd"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-TORCH_FREE = ("config.py", "yaml_tree.py", "types.py", "protocols.py", "errors.py", "cli.py", "preflight.py")
+TORCH_FREE = (
+    "config.py",
+    "yaml_tree.py",
+    "types.py",
+    "batch.py",
+    "step_metrics.py",
+    "protocols.py",
+    "errors.py",
+    "cli.py",
+    "preflight.py",
+)
 BACKENDS = ("embedded", "sglang", "service", "mcore")
 READ_BY_PREFLIGHT = (
     "megatron_mopd.mcore.families.family_of",

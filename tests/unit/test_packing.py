@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.mcore.packing import pack, padded_length, plan
 from megatron_mopd.objectives.normalisation import row_weights
-from megatron_mopd.types import Batch, Cell
+from megatron_mopd.types import Cell
 
 CELLS = (Cell("law", "low"), Cell("law", "high"))
 

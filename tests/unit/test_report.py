@@ -14,13 +14,14 @@ import yaml
 from rich.console import Console
 
 from megatron_mopd.errors import UserError
+from megatron_mopd.step_metrics import NOTHING, CellMetrics, Mean, StepMetrics
 from megatron_mopd.telemetry.record import Record
 from megatron_mopd.telemetry.recovery import CellScores, recovery_summary
 from megatron_mopd.telemetry.report import SECTIONS, write_report
 from megatron_mopd.telemetry.row import step_row
 from megatron_mopd.telemetry.summary import print_summary, write_summary
 from megatron_mopd.telemetry.svg import MAX_POINTS, Series, line_chart
-from megatron_mopd.types import NOTHING, Cell, CellMetrics, Mean, StepMetrics
+from megatron_mopd.types import Cell
 
 DOMAINS, EFFORTS = ("general", "agents", "coding"), ("low", "high", "max")
 CELLS = [Cell(d, e) for d in DOMAINS for e in EFFORTS]

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore.options import check_router_replay, split_megatron_table
@@ -21,7 +22,7 @@ from megatron_mopd.preflight import check_rollout
 from megatron_mopd.protocols import Observation, SampleRequest, ScoreRequest
 from megatron_mopd.rollout.sampler import Sampling, sample
 from megatron_mopd.store import TrajectoryStore
-from megatron_mopd.types import Batch, Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
+from megatron_mopd.types import Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
 
 CELLS = (Cell("law", "low"),)
 NUM_LAYERS, TOPK, PROMPT = 3, 2, (1, 2, 3)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from megatron_mopd.batch import TOKEN_COLUMNS, Batch
 from megatron_mopd.store import TrajectoryStore
-from megatron_mopd.types import TOKEN_COLUMNS, Batch, Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
+from megatron_mopd.types import Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
 
 CELLS = (Cell("general", "low"), Cell("coding", "max"))
 

@@ -25,6 +25,7 @@ from rich.console import Console
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.step_metrics import NOTHING, CellMetrics, Mean, StepMetrics
 from megatron_mopd.telemetry import sinks
 from megatron_mopd.telemetry.display import Display, sparkline
 from megatron_mopd.telemetry.record import Record, read_record
@@ -33,7 +34,7 @@ from megatron_mopd.telemetry.registry import CELL_METRICS, RUN_METRICS, cell_key
 from megatron_mopd.telemetry.row import step_row
 from megatron_mopd.telemetry.run_log import RunLog
 from megatron_mopd.telemetry.sinks import GuardedSink, TensorBoardSink, check_sinks
-from megatron_mopd.types import NOTHING, Cell, CellMetrics, Mean, StepMetrics
+from megatron_mopd.types import Cell
 
 CELLS = [Cell("general", "low"), Cell("general", "max")]
 SECRET = "planted-secret-4f7a91"

@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mopd.types import (
-    TOKEN_COLUMNS,
-    Batch,
-    Cell,
-    Graded,
-    Outcome,
-    Prompt,
-    RenderedPrompt,
-    Segment,
-    Trajectory,
-)
+from megatron_mopd.batch import TOKEN_COLUMNS, Batch
+from megatron_mopd.types import Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
 
 CELLS = (Cell("law", "low"), Cell("law", "high"))
 QUICK = settings(max_examples=60, deadline=None)
