@@ -19,6 +19,7 @@ from megatron_mopd.link import DriverProcess, StepRequest
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.protocols import RolloutEngine, TeacherScorer
 from megatron_mopd.ranks import rank
+from megatron_mopd.rollout.budget import final_taus
 from megatron_mopd.rollout.environments import load_environments
 from megatron_mopd.rollout.sampler import Sampling
 from megatron_mopd.run_lock import locked
@@ -195,6 +196,7 @@ def sampling(config: Config, tokenizer: object, fetch_weights: FetchWeights | No
         config.rollout.max_response_tokens,
         vocab_size=hf_config["vocab_size"],
         max_tokens=hf_config["max_position_embeddings"],
+        taus=final_taus(config),
     )
 
 

@@ -8,6 +8,7 @@ directory. Every mistake is a UserError of one line.
 from __future__ import annotations
 
 import difflib
+import math
 import reprlib
 import typing
 from collections.abc import Sequence
@@ -107,21 +108,71 @@ class Teachers(Table):
 
 
 class Prompts(Table):
-    files: tuple[Path, ...]
-    """JSONL, one prompt a line: id, domain, environment, messages; optional effort, label, metadata."""
+    files: tuple[Path, ...] = ()
+    """JSONL, one prompt a line: id, domain, environment, messages; optional effort, label, metadata, budget_tokens."""
     eval_files: tuple[Path, ...] = ()
     batch_size: Count
-    """Prompts drawn per step; one trajectory each."""
+    """Prompts (sft: demonstrations) drawn per step."""
+    samples_per_prompt: Count = 1
+    """Trajectories of each: the group whose rewards are compared."""
     mixture: dict[str, PositiveFloat] = Field(min_length=1)
     """Weight of each domain."""
     efforts: dict[str, PositiveFloat] = Field(default={"low": 1.0, "high": 1.0, "max": 1.0}, min_length=1)
     """Weight of each effort level within a domain."""
-    effort_variable: str = Field(default="thinking_effort", pattern=r"^[A-Za-z_]\w*$")
-    """The chat template's variable for the effort; the teachers' prompts are rendered without it."""
+    effort_variable: str | None = Field(default="thinking_effort", pattern=r"^[A-Za-z_]\w*$")
+    """The chat template's variable for the effort; the teachers' prompts are rendered without it. null: so are the
+    student's, which then becomes the expert of an effort that it does not read."""
 
     @property
     def cells(self) -> tuple[Cell, ...]:
         return tuple(Cell(domain, effort) for domain in self.mixture for effort in self.efforts)
+
+
+class Demonstrations(Table):
+    files: tuple[Path, ...] = ()
+    """JSONL or parquet, one demonstration a line: id, domain, messages; optional effort, tools, metadata."""
+    neutral_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of them that is rendered without the effort, as teachers read prompts."""
+
+
+class BudgetEstimate(Table):
+    """How `mopd budgets` measures b0(x)."""
+
+    estimator: Literal["median_correct", "quantile"] = "median_correct"
+    """median_correct: the median of what correct trajectories spend. quantile: of what all of them spend."""
+    quantile: float = Field(default=0.5, gt=0.0, le=1.0)
+    samples_per_prompt: Count = 16
+    effort: str | None = None
+    """At which the cold-start model is asked; null: without any."""
+
+
+class Budgets(Table):
+    tau: dict[str, float | dict[str, float]] = Field(default={})
+    """Effort to tau, or domain to effort to tau: a trajectory may spend tau times its prompt's budget_tokens. Empty: no
+    budgets."""
+    start: PositiveFloat | None = None
+    """Where tau begins in reinforcement learning; null: at its own value."""
+    anneal_fraction: float = Field(default=0.6, gt=0.0, le=1.0)
+    """Share of run.num_steps after which tau has its own value."""
+    estimate: BudgetEstimate = BudgetEstimate()
+
+    @field_validator("tau", mode="before")
+    @classmethod
+    def _positive(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for key, taus in value.items():
+                for name, tau in taus.items() if isinstance(taus, dict) else [(key, taus)]:
+                    if type(tau) not in (int, float) or not 0 < tau < math.inf:
+                        raise ValueError(f"tau of {name} must be a number above 0, not {reprlib.repr(tau)}")
+            if len({isinstance(taus, dict) for taus in value.values()}) > 1:
+                raise ValueError("either {effort: tau} or {domain: {effort: tau}}, not both in one")
+        return value
+
+    def tau_of(self, cell: Cell) -> float | None:
+        """None where the cell has none."""
+        taus = self.tau.get(cell.domain)
+        tau = taus.get(cell.effort) if isinstance(taus, dict) else self.tau.get(cell.effort)
+        return tau if isinstance(tau, float) else None
 
 
 class Environment(Table):
@@ -211,13 +262,51 @@ class Service(Table):
     start_timeout_s: Seconds = 900.0
 
 
+class Advantage(Table):
+    """What a group's rewards become; see objectives/advantages.py."""
+
+    baseline_floor: float | None = None
+    """The baseline is at least this: a group below it learns only what not to do. null: none."""
+    std: Literal["group", "none"] = "group"
+    """group: divided by the standard deviation of the group's rewards."""
+    min_std: PositiveFloat = 0.1
+    """The least divisor."""
+
+
+class Ratio(Table):
+    """Three devices on exp(student - rollout log-prob) of a token, each off where null; see objectives/ratio.py."""
+
+    clip_low: float | None = Field(default=None, gt=0.0, le=1.0)
+    clip_high: PositiveFloat | None = None
+    """PPO: no gradient for a token that has left [1 - clip_low, 1 + clip_high] on the side to which it is pushed."""
+    mask_low: float | None = Field(default=None, ge=0.0)
+    mask_high: PositiveFloat | None = None
+    """IcePop: nor for one that lies outside [mask_low, mask_high]."""
+    truncate_low: float | None = Field(default=None, ge=0.0)
+    truncate_high: PositiveFloat | None = None
+    """TIS: the ratio as a weight is kept within these."""
+
+    @property
+    def is_on(self) -> bool:
+        return self != Ratio()
+
+
 class Objective(Table):
-    name: Literal["mopd", "topk", "full_kl", "sft"] = "mopd"
-    """topk, full_kl: the exact reverse KL over the vocabulary; every teacher on the backend megatron."""
+    name: Literal["mopd", "topk", "full_kl", "grpo", "sft"] = "mopd"
+    """topk, full_kl: the exact reverse KL over the vocabulary; every teacher on the backend megatron. grpo: the outcome
+    alone. sft: demonstrations."""
     r_max: PositiveFloat | None = 5.0
     """mopd: bound on the teacher log-ratio of a token (eq. 15); null for none."""
+    outcome_weight: float = Field(default=0.0, ge=0.0)
+    """mopd: alpha, with which the outcome's advantage is added to the log-ratio."""
+    beta: float = Field(default=0.0, ge=0.0)
+    """grpo: weight of the KL per token to the reference policy, which is then the teacher of every cell."""
     top_k: Count = 64
     """topk: tokens of the teacher's that are summed over."""
+    advantage: Advantage = Advantage()
+    """grpo, and mopd with an outcome_weight."""
+    ratio: Ratio = Ratio()
+    """grpo and mopd."""
     normalisation: Literal["sequence", "token"] = "sequence"
     """sequence: mean over trajectories of their mean over tokens. token: mean over all trained tokens of the batch."""
     domain_weights: dict[str, PositiveFloat] = Field(default={})
@@ -229,6 +318,21 @@ class Objective(Table):
     def needs_hidden(self) -> bool:
         """The teachers' last hidden states, from which the learner makes their distributions."""
         return self.name in ("topk", "full_kl")
+
+    @property
+    def distils(self) -> bool:
+        """The teachers are what is learnt from, each in its cell."""
+        return self.name in ("mopd", "topk", "full_kl")
+
+    @property
+    def needs_teachers(self) -> bool:
+        """Something is scored: by the teachers, or by the reference policy."""
+        return self.distils or (self.name == "grpo" and self.beta > 0)
+
+    @property
+    def needs_outcomes(self) -> bool:
+        """Groups of trajectories are compared by their rewards."""
+        return self.name == "grpo" or (self.name == "mopd" and self.outcome_weight > 0)
 
     @property
     def weighs_domains(self) -> bool:
@@ -264,7 +368,9 @@ class Config(Table):
     student: Student
     teachers: Teachers = Teachers()
     prompts: Prompts
-    environments: dict[str, Environment]
+    demonstrations: Demonstrations = Demonstrations()
+    environments: dict[str, Environment] = Field(default={})
+    budgets: Budgets = Budgets()
     rollout: Rollout
     objective: Objective = Objective()
     learner: Learner = Learner()

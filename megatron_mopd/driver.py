@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_mopd import build
 from megatron_mopd.config import Config, load_config
 from megatron_mopd.errors import UserError
 from megatron_mopd.link import Link, StepRequest
+from megatron_mopd.rollout.budget import taus_at
 from megatron_mopd.rollout.sampler import sample
 from megatron_mopd.teachers.origin import check_late, check_origin
 from megatron_mopd.trajectory_file import Sampled
@@ -58,7 +60,9 @@ class Driver:
     async def sample(self, request: StepRequest) -> None:
         p = self.parts
         prompts = p.renderer.render(p.source.draw(request.step))  # 1 DRAW
-        async for trajectory in sample(prompts, p.sampling, suffix=f"@{request.step}"):  # 2 SAMPLE
+        sampling = replace(p.sampling, taus=taus_at(p.config, request.step))
+        per_prompt = p.config.prompts.samples_per_prompt
+        async for trajectory in sample(prompts, sampling, f"@{request.step}", per_prompt):  # 2 SAMPLE
             self.route(Sampled(trajectory, request.weight_version))  # 3 ROUTE
 
     async def drain(self, request: StepRequest) -> list[Graded]:

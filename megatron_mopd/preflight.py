@@ -7,7 +7,7 @@ its first batch. Promise: imports no torch; raises UserError for the first thing
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron_mopd.servers.wanted import check_servers, server_lines
 from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.router import Router
 from megatron_mopd.telemetry.sinks import check_sinks
+from megatron_mopd.types import Prompt
 
 
 def preflight(config: Config, world_size: int) -> str:
@@ -142,7 +143,7 @@ def check_rollout(config: Config, table: MegatronTable, hf_config: Mapping[str, 
 
 
 def check_prompts(config: Config) -> None:
-    """Every file parses, every drawn cell has prompts, every prompt's environment is configured."""
+    """Every file parses, every drawn cell has prompts, every prompt's environment is configured, and so are budgets."""
     if not config.prompts.files:
         raise UserError("prompts.files is empty; name files with prompts")
     for files in (config.prompts.files, config.prompts.eval_files):
@@ -154,3 +155,21 @@ def check_prompts(config: Config) -> None:
                 )
         if files:
             PromptSource(prompts, config.prompts, config.run.seed)
+            check_budgets(config, prompts)
+
+
+def check_budgets(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Every cell has a tau, and prompts have what it is multiplied with."""
+    budgets = config.budgets
+    if budgets.start is not None and not budgets.tau:
+        raise UserError(f"budgets.start={budgets.start:g} leads nowhere; set budgets.tau, or remove it")
+    if not budgets.tau:
+        return
+    if without := [str(cell) for cell in config.prompts.cells if budgets.tau_of(cell) is None]:
+        raise UserError(f"budgets.tau has nothing for {', '.join(without)}; add it, or take them out of the mixture")
+    bare = [prompt.id for prompt in prompts if prompt.budget_tokens is None]
+    if bare and (budgets.start is not None or len(bare) == len(prompts)):
+        raise UserError(
+            f"budgets.{'tau' if budgets.start is None else 'start'} is set, and prompt {bare[0]} has no budget_tokens; "
+            "write new files with `mopd budgets`, or remove the option"
+        )

@@ -71,6 +71,7 @@ def _record(sampled: Sampled) -> dict[str, Any]:
         "teacher_ids": t.prompt.teacher_ids,
         "finish_reason": t.finish_reason,
         "outcome": t.outcome and asdict(t.outcome),
+        "group": t.group,
         "weight_version": sampled.weight_version,
         "scored": sampled.teacher_logprobs is not None,
         "hidden_width": None if sampled.teacher_hidden is None else sampled.teacher_hidden.shape[1],
@@ -102,7 +103,7 @@ def _sampled(record: dict[str, Any], columns: dict[str, _Column]) -> Sampled:
     prompt = Prompt(**{**record["prompt"], "messages": tuple(record["prompt"]["messages"])})
     rendered = RenderedPrompt(prompt, tuple(record["student_ids"]), tuple(record["teacher_ids"]))
     outcome = None if record["outcome"] is None else Outcome(**record["outcome"])
-    trajectory = Trajectory(record["id"], rendered, segments, record["finish_reason"], outcome)
+    trajectory = Trajectory(record["id"], rendered, segments, record["finish_reason"], outcome, record["group"])
     tokens = sum(len(s.token_ids) for s in segments)
     scores = columns["teacher_logprobs"].take(tokens) if record["scored"] else None
     width, hidden = record["hidden_width"], None

@@ -39,6 +39,9 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...]
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    budget_tokens: float | None = None
+    """b0(x): what the problem takes, in tokens that count as spent; a trajectory may spend tau times as many. None: no
+    budget."""
 
     @property
     def cell(self) -> Cell:
@@ -91,26 +94,34 @@ class Segment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the environment's verifier says: `reward` of the answer alone, and the tokens spent against the budget."""
+    """What the environment's verifier says: `reward` of the answer alone, and the tokens spent. The sampler adds the
+    budget, tau * b0(x), which is no environment's business; None: there is none."""
 
     reward: float
     spent_tokens: int
-    budget_tokens: int
+    budget_tokens: float | None = None
+
+    @property
+    def is_within_budget(self) -> bool:
+        return self.budget_tokens is None or self.spent_tokens <= self.budget_tokens
 
     @property
     def reward_within_budget(self) -> float:
-        return self.reward if self.spent_tokens <= self.budget_tokens else 0.0
+        """The score of an evaluation. Training rewards with another rule: see objectives/advantages.py."""
+        return self.reward if self.is_within_budget else 0.0
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The append-only token log of one sample. `id` is stable over interruptions."""
+    """The append-only token log of one sample. `id` is stable over interruptions; `group` tells which of the prompts
+    drawn in its step it is a sample of."""
 
     id: str
     prompt: RenderedPrompt
     segments: tuple[Segment, ...]
     finish_reason: str  # stop | length
     outcome: Outcome | None = None
+    group: int = 0
 
     @property
     def response_ids(self) -> np.ndarray:

@@ -1,15 +1,13 @@
 """The verifiers and the tool of the quickstart world, one environment per domain (protocols.Environment).
 
-The budget of a trajectory is floor(scale of its effort * base), both from `environments.<name>.options`. What it spends
-are its thinking tokens: the sampled words before `<answer>` (general, agents; what the tool returns is free), or the
-comments (coding).
+What a trajectory spends are its thinking tokens: the sampled words before `<answer>` (general, agents; what the tool
+returns is free), or the comments (coding).
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
@@ -27,24 +25,12 @@ def _words(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))
 
 
-class BudgetedEnvironment(ABC):
-    """One turn, then a verdict of 0 or 1 on the answer alone, beside the thinking tokens and their budget."""
+class Thinking(ABC):
+    """One turn, then a verdict of 0 or 1 on the answer alone, beside the thinking tokens that it took."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        base_budget_tokens: int,
-        budget_scales: Mapping[str, float],
-    ) -> None:
-        """Args:
-        base_budget_tokens: b0, what the longest task needs.
-        budget_scales: tau of each effort.
-        """
+    def __init__(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
         self.prompt = prompt
         self.words = _words(tokenizer)
-        self.budget_tokens = math.floor(budget_scales[prompt.effort] * base_budget_tokens)
         self.stop_token_ids: tuple[int, ...] = (self.words.index(EOS),)
 
     async def step(self, token_ids: tuple[int, ...]) -> Observation:
@@ -53,28 +39,28 @@ class BudgetedEnvironment(ABC):
     async def score(self, trajectory: Trajectory) -> Outcome:
         words = [self.words[i] for i in trajectory.response_ids]
         correct, spent_tokens = self.judge(words, trajectory.loss_mask.tolist())
-        return Outcome(float(correct), spent_tokens, self.budget_tokens)
+        return Outcome(float(correct), spent_tokens)
 
     @abstractmethod
     def judge(self, words: Sequence[str], sampled: Sequence[bool]) -> tuple[bool, int]:
         """(correct, thinking tokens) of a response, which is complete if its last word is `<eos>`."""
 
 
-class Sums(BudgetedEnvironment):
+class Sums(Thinking):
     """`<answer>` and the label must end the response."""
 
     def judge(self, words: Sequence[str], sampled: Sequence[bool]) -> tuple[bool, int]:
         return judge_answer(words, sampled, self.prompt.label)
 
 
-class KeyTable(BudgetedEnvironment):
+class KeyTable(Thinking):
     """A lookup tool: `<call> KEY` returns the table's value for KEY, a key without a call returns `<error>`.
 
     The keys are stop ids, so that the engine hands every call over at once. `<call>` before another word calls nothing.
     """
 
-    def __init__(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **options) -> None:
-        super().__init__(prompt, tokenizer, **options)
+    def __init__(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(prompt, tokenizer)
         table = prompt.metadata["table"]
         self._value_ids = {self.words.index(key): self.words.index(value) for key, value in table.items()}
         self._call_id, self._error_id = self.words.index(CALL), self.words.index(ERROR)
@@ -90,7 +76,7 @@ class KeyTable(BudgetedEnvironment):
         return judge_answer(words, sampled, self.prompt.label)
 
 
-class StackPrograms(BudgetedEnvironment):
+class StackPrograms(Thinking):
     """The response without its comments is a program; the label is a list of [input, expected output]."""
 
     def judge(self, words: Sequence[str], sampled: Sequence[bool]) -> tuple[bool, int]:

@@ -48,6 +48,8 @@ from megatron_mopd.types import Cell
 
 CELLS = tuple(Cell(domain, effort) for domain in DOMAINS for effort in EFFORTS)
 ENVIRONMENTS = {"general": "sums", "agents": "key_table", "coding": "stack_programs"}
+BUDGET_TOKENS = {"general": 12.0, "agents": 12.0, "coding": 6.0}
+"""b0, what the longest task takes: two tokens a step or a call, one comment a line."""
 NUM_PROMPTS, NUM_EVAL_PROMPTS = 6144, 2048
 NUM_SFT_ROWS_PER_CELL, NUM_TEACHER_ROWS = 4000, 4000
 SFT_ERROR_RATE, SFT_NEUTRAL_RATE = 0.12, 0.25
@@ -128,6 +130,7 @@ def write_prompts(folder: Path, domain: str, rng: Random) -> None:
             "messages": to_messages(domain, task),
             "label": task.label,
             "metadata": task.metadata,
+            "budget_tokens": BUDGET_TOKENS[domain],
         }
         rows.setdefault(json.dumps(row), row)
     lines = [json.dumps({"id": f"{domain}-{i}", **row}) + "\n" for i, row in enumerate(rows.values())]

@@ -3,13 +3,15 @@
     {"id": "gen-17", "domain": "general", "environment": "sums", "messages": [{"role": "user", "content": "1 + 1"}],
     "label": "2"}
 
-`effort` restricts a prompt to one effort level; without it every level may be drawn for it. `label` and `metadata`
-are the environment's own. A line that is not such an object is refused with its file and number.
+`effort` restricts a prompt to one effort level; without it every level may be drawn for it. `budget_tokens` is what the
+problem takes, b0(x): a trajectory may spend `budgets.tau` times as much. `label` and `metadata` are the environment's
+own. A line that is not such an object is refused with its file and number.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +20,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.types import Prompt
 
 REQUIRED = ("id", "domain", "environment", "messages")
-OPTIONAL = ("effort", "label", "metadata")
+OPTIONAL = ("effort", "label", "metadata", "budget_tokens")
 
 
 def read_prompts(files: Iterable[Path]) -> list[Prompt]:
@@ -61,6 +63,9 @@ def _parse(line: bytes, where: str) -> Prompt:
             raise UserError(f"{where}: {name!r} must be a string, not {row[name]!r}")
     if not isinstance(row.get("metadata") or {}, dict):
         raise UserError(f"{where}: 'metadata' must be an object, not {reprlib.repr(row['metadata'])}")
+    budget = row.get("budget_tokens")
+    if budget is not None and not (type(budget) in (int, float) and 0 < budget < math.inf):
+        raise UserError(f"{where}: 'budget_tokens' must be a number above 0, not {reprlib.repr(budget)}")
     messages = row["messages"]
     if not (
         isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
@@ -74,6 +79,7 @@ def _parse(line: bytes, where: str) -> Prompt:
         messages=tuple(messages),
         label=row.get("label"),
         metadata=row.get("metadata") or {},
+        budget_tokens=None if budget is None else float(budget),
     )
 
 

@@ -2,7 +2,8 @@
 re-tokenized.
 
 The student reads the effort level through the template variable `prompts.effort_variable`; the teacher of a cell is
-that effort level, so its prompt is rendered without the variable (eq. 15: pi_T(y | x) against pi_theta(y | e, x)).
+that effort level, so its prompt is rendered without the variable (eq. 15: pi_T(y | x) against pi_theta(y | e, x)). With
+no variable the student reads none either: so it becomes the teacher of a cell.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_mopd.types import Prompt, RenderedPrompt
 class Renderer:
     """Raises UserError for a folder without a readable tokenizer, and for a prompt that its template refuses."""
 
-    def __init__(self, checkpoint: Path, effort_variable: str) -> None:
+    def __init__(self, checkpoint: Path, effort_variable: str | None) -> None:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
@@ -31,8 +32,10 @@ class Renderer:
         self._effort_variable = effort_variable
 
     def render(self, prompts: Sequence[Prompt]) -> list[RenderedPrompt]:
-        student_ids = self._encode(prompts, lambda p: {self._effort_variable: p.effort})
         teacher_ids = self._encode(prompts, lambda p: {})
+        student_ids = teacher_ids
+        if (variable := self._effort_variable) is not None:
+            student_ids = self._encode(prompts, lambda p: {variable: p.effort})
         return [
             RenderedPrompt(p, tuple(s), tuple(t)) for p, s, t in zip(prompts, student_ids, teacher_ids, strict=True)
         ]

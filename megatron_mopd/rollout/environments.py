@@ -61,20 +61,11 @@ def check_options(name: str, table: config.Environment, factory: EnvironmentFact
 class SingleTurn:
     """One answer, no observations; reward 1.0 if the text equals the prompt's label.
 
-    `stop_tokens` are the tokens that end the answer (the tokenizer's end token by default). `budget_tokens` maps effort
-    levels to the most sampled tokens of an answer; a level that is not in it has no budget.
+    `stop_tokens` are the tokens that end the answer (the tokenizer's end token by default). It spends what it samples.
     """
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        tokenizer: Any,
-        *,
-        stop_tokens: tuple[str, ...] | list[str] = (),
-        budget_tokens: Mapping[str, int] | None = None,
-    ):
+    def __init__(self, prompt: Prompt, tokenizer: Any, *, stop_tokens: tuple[str, ...] | list[str] = ()):
         self._prompt, self._tokenizer = prompt, tokenizer
-        self._budgets = budget_tokens or {}
         self.stop_token_ids = tuple(tokenizer.convert_tokens_to_ids(list(stop_tokens))) or (tokenizer.eos_token_id,)
 
     async def step(self, token_ids: tuple[int, ...]) -> Observation:
@@ -82,6 +73,4 @@ class SingleTurn:
 
     async def score(self, trajectory: Trajectory) -> Outcome:
         answer = self._tokenizer.decode(trajectory.response_ids.tolist(), skip_special_tokens=True).strip()
-        spent = int(trajectory.loss_mask.sum())
-        budget = self._budgets.get(self._prompt.effort, spent)
-        return Outcome(float(answer == str(self._prompt.label).strip()), spent, budget)
+        return Outcome(float(answer == str(self._prompt.label).strip()), int(trajectory.loss_mask.sum()))

@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import Environment, RolloutEngine, SampleRequest
+from megatron_mopd.rollout.budget import budget_tokens
 from megatron_mopd.rollout.environments import MakeEnvironment
-from megatron_mopd.types import Outcome, RenderedPrompt, Segment, Trajectory
+from megatron_mopd.types import Cell, Outcome, RenderedPrompt, Segment, Trajectory
 
 
 class EnvironmentFailed(UserError):
@@ -38,20 +39,30 @@ class Sampling:
     vocab_size: int
     max_tokens: int
     """Prompt and response together: what the student has positions for."""
+    taus: Mapping[Cell, float] = field(default_factory=dict)
+    """Of a cell's budgets, see budget.py; a cell without has none."""
 
 
-async def sample(prompts: Sequence[RenderedPrompt], sampling: Sampling, suffix: str) -> AsyncIterator[Trajectory]:
-    """Sample one trajectory per prompt; yield each as it finishes.
+async def sample(
+    prompts: Sequence[RenderedPrompt], sampling: Sampling, suffix: str, samples_per_prompt: int = 1
+) -> AsyncIterator[Trajectory]:
+    """Sample each prompt `samples_per_prompt` times; yield each trajectory as it finishes.
 
-    The trajectory of prompts[i] is named "{i}/{prompt id}{suffix}". The noise of its tokens depends on this name, so
-    the suffix must tell steps apart; the index tells apart prompts that are drawn more than once.
+    The trajectories of prompts[i] are group i, and the k-th of all is named "{k}/{prompt id}{suffix}". The noise of its
+    tokens depends on this name, so the suffix must tell steps apart; the index tells apart samples of one prompt, and
+    prompts that are drawn more than once.
 
     Raises EnvironmentFailed, or whatever the engine raises; the other trajectories are cancelled then.
     """
     makers = [_environment_of(prompt, sampling.environments) for prompt in prompts]
+    wanted = [
+        (group, prompt, make)
+        for group, (prompt, make) in enumerate(zip(prompts, makers, strict=True))
+        for _ in range(samples_per_prompt)
+    ]
     tasks = [
-        asyncio.create_task(_roll_out(f"{i}/{prompt.prompt.id}{suffix}", prompt, make, sampling))
-        for i, (prompt, make) in enumerate(zip(prompts, makers, strict=True))
+        asyncio.create_task(_roll_out(f"{k}/{prompt.prompt.id}{suffix}", group, prompt, make, sampling))
+        for k, (group, prompt, make) in enumerate(wanted)
     ]
     try:
         for finished in asyncio.as_completed(tasks):
@@ -70,15 +81,17 @@ def _environment_of(prompt: RenderedPrompt, environments: Mapping[str, MakeEnvir
 
 
 async def _roll_out(
-    trajectory_id: str, prompt: RenderedPrompt, make: MakeEnvironment, sampling: Sampling
+    trajectory_id: str, group: int, prompt: RenderedPrompt, make: MakeEnvironment, sampling: Sampling
 ) -> Trajectory:
     blame = _Blame(f"environment {prompt.prompt.environment!r} of trajectory {trajectory_id} failed")
     with blame:
         environment = make(prompt.prompt)
     segments, finish_reason = await _converse(trajectory_id, prompt, environment, sampling, blame)
-    trajectory = Trajectory(trajectory_id, prompt, tuple(segments), finish_reason)
+    trajectory = Trajectory(trajectory_id, prompt, tuple(segments), finish_reason, group=group)
     with blame:
-        return replace(trajectory, outcome=_checked_outcome(await environment.score(trajectory)))
+        outcome = _checked_outcome(await environment.score(trajectory))
+    budget = budget_tokens(prompt.prompt, sampling.taus)
+    return replace(trajectory, outcome=replace(outcome, budget_tokens=budget))
 
 
 async def _converse(
@@ -130,6 +143,8 @@ def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 def _checked_outcome(outcome: Outcome) -> Outcome:
     if not isinstance(outcome, Outcome) or not math.isfinite(outcome.reward):
         raise ValueError(f"score must return an Outcome with a finite reward, not {outcome!r}")
+    if outcome.budget_tokens is not None:
+        raise ValueError("the budget is not the environment's: it is the prompt's budget_tokens times budgets.tau")
     return outcome
 
 

@@ -121,7 +121,7 @@ def test_unknown_key_is_refused_with_the_nearest_known_one(base: Path, override:
         ("objective.r_max=0", "objective.r_max=0: input should be greater than 0"),
         ("teachers.models.1.name=''", "teachers.models.1.name='': string should match pattern"),
         ('teachers.models.1.name="a\\n"', r"teachers.models.1.name='a\n': string should match pattern"),
-        ("objective.name=ppo", "objective.name='ppo': input should be 'mopd', 'topk', 'full_kl' or 'sft'"),
+        ("objective.name=ppo", "objective.name='ppo': input should be 'mopd', 'topk', 'full_kl', 'grpo' or 'sft'"),
         ("rollout.temperature=.inf", "rollout.temperature=inf: input should be a finite number"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: input should be less than or equal to 1"),
         ("prompts.mixture={}", "prompts.mixture={}: dictionary should have at least 1 item"),

@@ -33,8 +33,10 @@ def config(**changes):
 
 
 def test_a_line_becomes_a_prompt(tmp_path):
-    (prompt,) = read_prompts([write(tmp_path, {**LINE, "label": "2", "metadata": {"n": 1}})])
+    line = {**LINE, "label": "2", "metadata": {"n": 1}, "budget_tokens": 12}
+    (prompt,) = read_prompts([write(tmp_path, line)])
     assert (prompt.id, prompt.domain, prompt.label, prompt.metadata["n"]) == ("a", "general", "2", 1)
+    assert prompt.budget_tokens == 12.0
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,9 @@ def test_a_line_becomes_a_prompt(tmp_path):
         ("[1]", "not a JSON object but a list"),
         ({**LINE, "effort": 5}, "'effort' must be a string, not 5"),
         ({**LINE, "metadata": [1]}, "'metadata' must be an object"),
+        ({**LINE, "budget_tokens": 0}, "'budget_tokens' must be a number above 0, not 0"),
+        ({**LINE, "budget_tokens": True}, "'budget_tokens' must be a number above 0, not True"),
+        ({**LINE, "budget_tokens": "12"}, "'budget_tokens' must be a number above 0, not '12'"),
         ('{"label": NaN}', "NaN is no JSON number"),
         ('{"id": "\\ud800"}', "surrogates not allowed"),
         ("[" * 100_000, "not a JSON object: maximum recursion depth"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -17,6 +18,7 @@ from examples.quickstart import environments, world
 from examples.quickstart.tasks import ANSWER, CALL, DOMAINS, EOS, ERROR, NEUTRAL, TASKS, VOCABULARY, run_program
 from megatron_mopd.config import load_config
 from megatron_mopd.prompts.files import read_prompts
+from megatron_mopd.rollout.budget import budget_tokens, final_taus
 from megatron_mopd.store import StoredBatch
 from megatron_mopd.types import Outcome, Prompt, RenderedPrompt, Segment, Trajectory
 
@@ -36,10 +38,11 @@ def tokenizer(folder: Path):
 
 
 def make_prompt(domain: str, effort: str = "max", label: object = None, **metadata: object) -> Prompt:
-    return Prompt("p", domain, effort, world.ENVIRONMENTS[domain], (), label, metadata)
+    environment, budget = world.ENVIRONMENTS[domain], world.BUDGET_TOKENS[domain]
+    return Prompt("p", domain, effort, environment, (), label, metadata, budget)
 
 
-def make_environment(prompt: Prompt, tokenizer) -> environments.BudgetedEnvironment:
+def make_environment(prompt: Prompt, tokenizer) -> environments.Thinking:
     """The class and the options that the YAML file names."""
     entry = CONFIG.environments[prompt.environment]
     factory = getattr(environments, entry.factory.removeprefix("examples.quickstart.environments:"))
@@ -50,7 +53,8 @@ def judge(prompt: Prompt, tokenizer, words: Sequence[str], sampled: Sequence[boo
     ids = tuple(map(VOCABULARY.index, words))
     segment = Segment(ids, (0.0,) * len(ids), tuple(sampled or [True] * len(ids)), 0)
     trajectory = Trajectory("t", RenderedPrompt(prompt, (), ()), (segment,), "stop")
-    return asyncio.run(make_environment(prompt, tokenizer).score(trajectory))
+    outcome = asyncio.run(make_environment(prompt, tokenizer).score(trajectory))
+    return replace(outcome, budget_tokens=budget_tokens(prompt, final_taus(CONFIG)))
 
 
 def test_same_seed_writes_the_same_bytes(folder: Path, tmp_path: Path):
@@ -117,9 +121,11 @@ def test_template_rejects_an_unknown_effort(tokenizer):
 @pytest.mark.parametrize(
     ("domain", "budgets"), [("general", (4, 8, 18)), ("agents", (4, 8, 18)), ("coding", (2, 4, 9))]
 )
-def test_budgets_grow_with_the_effort(tokenizer, domain: str, budgets: tuple[int, ...]):
-    prompts = [make_prompt(domain, effort, label=[], table={}) for effort in CONFIG.prompts.efforts]
-    assert tuple(make_environment(prompt, tokenizer).budget_tokens for prompt in prompts) == budgets
+def test_budgets_grow_with_the_effort(folder: Path, domain: str, budgets: tuple[int, ...]):
+    for name in (domain, f"eval_{domain}"):
+        for prompt in read_prompts([folder / "prompts" / f"{name}.jsonl"])[:3]:
+            of_efforts = [replace(prompt, effort=effort) for effort in CONFIG.prompts.efforts]
+            assert tuple(int(budget_tokens(p, final_taus(CONFIG)) or 0) for p in of_efforts) == budgets
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
@@ -143,7 +149,7 @@ def test_more_thinking_solves_more_tasks(tokenizer, domain: str):
             task = TASKS[domain].draw(rng)
             prompt = make_prompt(domain, effort, task.label, **task.metadata)
             outcomes.append(judge(prompt, tokenizer, *task.demonstrate(depth, 0.0, rng)))
-        assert all(o.spent_tokens <= o.budget_tokens for o in outcomes)
+        assert all(o.is_within_budget for o in outcomes)
         shares.append(np.mean([o.reward for o in outcomes]))
     assert 0.4 < shares[0] < shares[1] - 0.1 < shares[2] - 0.2
     assert shares[2] == 1.0
@@ -170,14 +176,14 @@ def test_a_correct_answer_beyond_the_budget_does_not_count(tokenizer):
     outcome = judge(
         make_prompt("general", "low", label="4"), tokenizer, ["A", "1", "B", "3", "C", "4", ANSWER, "4", EOS]
     )
-    assert outcome == Outcome(reward=1.0, spent_tokens=6, budget_tokens=4)
-    assert outcome.reward_within_budget == 0.0
+    assert (outcome.reward, outcome.spent_tokens, outcome.reward_within_budget) == (1.0, 6, 0.0)
 
 
 def test_observations_of_the_tool_cost_nothing(tokenizer):
     words = [CALL, "A", "B", CALL, "B", "7", ANSWER, "7", EOS]
     sampled = [word_index not in (2, 5) for word_index in range(len(words))]
-    assert judge(make_prompt("agents", label="7", table={}), tokenizer, words, sampled) == Outcome(1.0, 4, 18)
+    outcome = judge(make_prompt("agents", label="7", table={}), tokenizer, words, sampled)
+    assert (outcome.reward, outcome.spent_tokens) == (1.0, 4)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ class Tool:
         return Observation((7, 8) if token_ids else (), done=self.steps == 4)
 
     async def score(self, trajectory: Trajectory) -> Outcome:
-        return Outcome(1.0, 1, 1)
+        return Outcome(1.0, 1)
 
 
 def test_the_sampler_asks_for_the_positions_that_no_segment_has() -> None:

@@ -17,7 +17,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import Observation, SampleRequest
 from megatron_mopd.rollout.environments import MakeEnvironment, SingleTurn, load_environments, load_factory
 from megatron_mopd.rollout.sampler import EnvironmentFailed, Sampling, sample
-from megatron_mopd.types import Outcome, Prompt, RenderedPrompt, Segment, Trajectory
+from megatron_mopd.types import Cell, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
 
 CALL, END = 1, 2
 MAX_TOKENS = 1000
@@ -71,7 +71,7 @@ class Tool:
         return Observation((90,) * self.size if token_ids[-1] == CALL else (), done=token_ids[-1] == END)
 
     async def score(self, trajectory: Trajectory) -> Outcome:
-        return Outcome(1.0, int(trajectory.loss_mask.sum()), 100)
+        return Outcome(1.0, int(trajectory.loss_mask.sum()))
 
 
 def rendered(*ids: str, environment: str = "tool") -> list[RenderedPrompt]:
@@ -84,12 +84,14 @@ def collect(
     environments: Mapping[str, MakeEnvironment],
     most: int,
     suffix: str = "@7",
+    samples_per_prompt: int = 1,
+    taus: Mapping[Cell, float] | None = None,
 ) -> list[Trajectory]:
+    sampling = Sampling(engine, environments, most, VOCAB_SIZE, MAX_TOKENS, taus or {})
+
     async def body() -> list[Trajectory]:
         try:
-            return [
-                t async for t in sample(prompts, Sampling(engine, environments, most, VOCAB_SIZE, MAX_TOKENS), suffix)
-            ]
+            return [t async for t in sample(prompts, sampling, suffix, samples_per_prompt)]
         finally:
             await engine.close()
 
@@ -106,7 +108,7 @@ def test_observations_are_masked_and_lengths_agree() -> None:
     assert t.weight_versions.tolist() == [4] * 11
     assert [s.finish_reason for s in t.segments] == ["stop", "observation", "stop", "observation", "stop"]
     assert t.finish_reason == "stop"
-    assert t.outcome == Outcome(1.0, 7, 100)
+    assert t.outcome == Outcome(1.0, 7)
 
 
 @pytest.mark.parametrize("most", [50, 9, 3])
@@ -185,7 +187,7 @@ def test_an_observation_outside_the_vocabulary_is_refused(observed: tuple[Any, .
         collect(Scripted({"0/p@7": [CALL]}), rendered("p"), {"tool": Babbler}, 9)
 
 
-@pytest.mark.parametrize("outcome", [None, 1.0, Outcome(float("nan"), 1, 1)])
+@pytest.mark.parametrize("outcome", [None, 1.0, Outcome(float("nan"), 1)])
 def test_a_score_that_is_no_outcome_is_refused(outcome: Any) -> None:
     class Judge(Tool):
         async def score(self, trajectory: Trajectory) -> Outcome:
@@ -193,6 +195,26 @@ def test_a_score_that_is_no_outcome_is_refused(outcome: Any) -> None:
 
     with pytest.raises(EnvironmentFailed, match="score must return an Outcome with a finite reward, not"):
         collect(Scripted({"0/p@7": [END]}), rendered("p"), {"tool": Judge}, 9)
+
+
+def test_a_budget_of_the_environment_s_own_is_refused() -> None:
+    class Generous(Tool):
+        async def score(self, trajectory: Trajectory) -> Outcome:
+            return Outcome(1.0, 1, budget_tokens=100)
+
+    with pytest.raises(EnvironmentFailed, match=r"it is the prompt's budget_tokens times budgets\.tau"):
+        collect(Scripted({"0/p@7": [END]}), rendered("p"), {"tool": Generous}, 9)
+
+
+def test_each_prompt_is_sampled_so_many_times_as_one_group() -> None:
+    scripts = {"0/p@7": [END], "1/p@7": [5, END], "2/q@7": [6, END], "3/q@7": [END]}
+    got = collect(Scripted(scripts), rendered("p", "q"), {"tool": Tool}, 9, samples_per_prompt=2)
+    assert {t.id: (t.group, len(t.response_ids)) for t in got} == {
+        "0/p@7": (0, 1),
+        "1/p@7": (0, 2),
+        "2/q@7": (1, 2),
+        "3/q@7": (1, 1),
+    }
 
 
 def test_a_stop_token_outside_the_vocabulary_is_refused() -> None:
@@ -264,13 +286,25 @@ class Words:
 @pytest.mark.parametrize(("label", "reward"), [("5 6", 1.0), ("5 6 2", 0.0), ("5", 0.0)])
 def test_single_turn_rewards_the_exact_label(label: str, reward: float) -> None:
     prompt = RenderedPrompt(Prompt("p", "general", "low", "qa", (), label=label), (10,), (10,))
-    table = config.Environment(
-        factory="megatron_mopd.rollout.environments:SingleTurn", options={"budget_tokens": {"low": 2}}
-    )
+    table = config.Environment(factory="megatron_mopd.rollout.environments:SingleTurn")
     (t,) = collect(Scripted({"0/p@7": [5, 6, END]}), [prompt], load_environments({"qa": table}, Words()), 9)
-    assert t.outcome == Outcome(reward, 3, 2)
-    assert t.outcome
-    assert t.outcome.reward_within_budget == 0.0
+    assert t.outcome == Outcome(reward, 3)
+
+
+@pytest.mark.parametrize(("b0", "budget", "within"), [(2.0, 3.0, True), (1.9, 2.85, False), (None, None, True)])
+def test_the_sampler_adds_the_budget_of_prompt_and_cell(b0: float | None, budget: float | None, within: bool) -> None:
+    prompt = replace(Prompt("p", "agents", "low", "tool", ()), budget_tokens=b0)
+    (t,) = collect(
+        Scripted({"0/p@7": [5, 6, END]}),
+        [RenderedPrompt(prompt, (10,), (10,))],
+        {"tool": Tool},
+        9,
+        taus={Cell("agents", "low"): 1.5, Cell("agents", "max"): 9.0},
+    )
+    assert t.outcome is not None
+    assert t.outcome.budget_tokens == (None if budget is None else pytest.approx(budget))
+    assert t.outcome.is_within_budget == within
+    assert t.outcome.reward_within_budget == float(within)
 
 
 def test_single_turn_stops_where_it_is_told() -> None:
