@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -133,3 +133,37 @@ class EnvironmentFactory(Protocol):
     table."""
 
     def __call__(self, prompt: Prompt, tokenizer: object, **options: object) -> Environment: ...
+
+
+class Verifier(Protocol):
+    """Judges what a student ended with; environments call it (verifiers/). One instance serves many prompts at once."""
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise ValueError, which says what is missing, where the prompt lacks what `verify` compares with."""
+        ...
+
+    async def verify(self, prompt: Prompt, answer: Any) -> float:
+        """The reward: 1.0 for a correct answer, 0.0 for a wrong one, whatever the student wrote.
+
+        `answer` is text for verifiers of text and programs, the state that the student left for those of states. It
+        raises only where the verifier itself is at fault, never because of the answer.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a program ended: what it printed, and its exit code, or "timeout", "killed" or "refused"."""
+
+    stdout: str
+    stderr: str
+    ended: int | str
+
+
+class Sandbox(Protocol):
+    """Runs programs that nobody has read."""
+
+    async def run(self, program: str, stdin: str) -> Execution:
+        """Return once the program and all that it started are gone. A fault of the program is an Execution; it raises
+        UserError where the sandbox itself cannot work."""
+        ...
