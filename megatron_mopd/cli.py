@@ -4,7 +4,11 @@
     mopd preflight CONFIG [a.b=c ...]   refuse what would go wrong later, print the initial KL of every teacher
                                         (--static: read files only, start and sample nothing)
     mopd eval CONFIG [a.b=c ...]        score SFT policy, teachers and RUN/student in every cell: RUN/summary.json
+    mopd eval-table RUN [RUN ...]       the evaluations of runs that differ in their seed as one table;
+                                        NAME=RUN[,RUN ...] [...]: one line per name; --out FILE.json or FILE.md writes it
     mopd report RUN                     write RUN/report.html
+    mopd pipeline FILE [a.b=c ...]      run the stages of a YAML graph that are not done (--status: say which those are;
+                                        --stage NAME: run that one alone)
     mopd serve CONFIG [a.b=c ...]       keep the run's servers until Ctrl-C; `mopd train` then uses them
     mopd serve-teacher CONFIG [...]     serve the teachers on the backend megatron (service.num_processes ranks) until
                                         Ctrl-C; other runs then name its URL in service.urls
@@ -74,7 +78,7 @@ def _dispatch(words: list[str]) -> int | None:
         print(__doc__)
         return None
     name, rest = words[0], words[1:]
-    without_config = {"report": _report, "doctor": _doctor}
+    without_config = {"report": _report, "doctor": _doctor, "pipeline": _pipeline, "eval-table": _eval_table}
     if name in without_config:
         return without_config[name](rest)
     commands = {
@@ -135,6 +139,18 @@ def _serve_teacher(config: Config, words: list[str]) -> int:
 
     table = config.service
     return launch("megatron_mopd.mcore.serve_teacher", words, table.num_processes, config.run.folder, drains=True)
+
+
+def _pipeline(words: list[str]) -> int:
+    from megatron_mopd.pipeline.command import run_command
+
+    return run_command(words)
+
+
+def _eval_table(words: list[str]) -> None:
+    from megatron_mopd.telemetry.eval_table import run_command
+
+    run_command(words)
 
 
 def _doctor(words: list[str]) -> None:
