@@ -23,7 +23,8 @@ class Batch:
     Log-probs are those of the token at the same index, 0 outside the mask. Columns an objective does not use are 0.
     Routed experts are those that took the token at the same index as input; -1 where none were recorded (the last token
     of a row always, which is no input), None where router replay is off. A teacher's hidden states (scores.py) are
-    those that predict the token at the same index, 0 outside the mask; None where the objective needs none.
+    those that predict the token at the same index, 0 outside the mask; None where the objective needs none. So is the
+    advantage of a row's outcome, which each of its tokens has.
     """
 
     offsets: np.ndarray  # [n + 1] int64
@@ -36,6 +37,7 @@ class Batch:
     cells: tuple[Cell, ...]
     routed_experts: np.ndarray | None = None  # [N, L, K] int16
     teacher_hidden: np.ndarray | None = None  # [N, D] uint16 (the bits of bfloat16) or float32
+    outcome_advantage: np.ndarray | None = None  # [n] float32
 
     def __post_init__(self) -> None:
         n, total = len(self.offsets) - 1, int(self.offsets[-1])
@@ -43,6 +45,8 @@ class Batch:
             raise ValueError("batch offsets must start at 0 and never fall")
         if len(self.cell) != n:
             raise ValueError(f"batch has {n} rows and {len(self.cell)} cell indices")
+        if self.outcome_advantage is not None and len(self.outcome_advantage) != n:
+            raise ValueError(f"batch has {n} rows and {len(self.outcome_advantage)} outcome advantages")
         for name, column in self.token_columns.items():
             if len(column) != total:
                 raise ValueError(f"batch column {name} has {len(column)} entries for {total} tokens")
@@ -86,10 +90,13 @@ class Batch:
         tokens = np.repeat(self.offsets[picked] - offsets[:-1], lengths) + np.arange(offsets[-1])
         wanted = {*TOKEN_COLUMNS, *(OPTIONAL_COLUMNS if optional is None else optional)}
         columns = {name: column[tokens] for name, column in self.token_columns.items() if name in wanted}
-        return Batch(offsets=offsets, cell=self.cell[picked], cells=self.cells, **columns)
+        advantage = None if self.outcome_advantage is None else self.outcome_advantage[picked]
+        return Batch(offsets=offsets, cell=self.cell[picked], cells=self.cells, outcome_advantage=advantage, **columns)
 
     @classmethod
-    def from_graded(cls, graded: Sequence[Graded], cells: Sequence[Cell]) -> Batch:
+    def from_graded(
+        cls, graded: Sequence[Graded], cells: Sequence[Cell], outcome_advantage: np.ndarray | None = None
+    ) -> Batch:
         """One row per trajectory, in order: the student's prompt, then the response.
 
         The teacher scored every response token, observations included; outside the mask its scores are dropped here.
@@ -107,6 +114,7 @@ class Batch:
             cells=tuple(cells),
             routed_experts=_joined_routes([g.trajectory for g in graded]),
             teacher_hidden=_joined_hidden(graded),
+            outcome_advantage=outcome_advantage,
             **{name: joined([row[name] for row in rows], dtype) for name, dtype in TOKEN_COLUMNS.items()},
         )
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_mopd.prompts.source import PromptSource
     from megatron_mopd.sglang.engine import FetchWeights
     from megatron_mopd.teachers.lanes import Lanes
+    from megatron_mopd.teachers.no_teacher import NoTeacher
     from megatron_mopd.teachers.router import Router
     from megatron_mopd.telemetry.run_log import RunLog
 
@@ -160,8 +161,8 @@ class DriverParts:
     source: PromptSource
     renderer: Renderer
     sampling: Sampling
-    router: Router
-    lanes: Lanes
+    router: Router | NoTeacher
+    lanes: Lanes | NoTeacher
     store: TrajectoryStore
     trace: Trace
 
@@ -170,17 +171,22 @@ def driver_parts(config: Config, fetch_weights: FetchWeights) -> DriverParts:
     from megatron_mopd.prompts.files import read_prompts
     from megatron_mopd.prompts.render import Renderer
     from megatron_mopd.prompts.source import PromptSource
+    from megatron_mopd.teachers.no_teacher import NoTeacher
     from megatron_mopd.teachers.router import Router
 
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
     driver_trace = trace_of(config, "driver")
+    router = lanes = NoTeacher()
+    if config.objective.needs_teachers:
+        router = Router(config.teachers.models, config.prompts.cells)
+        lanes = teacher_lanes(config, driver_trace)
     return DriverParts(
         config=config,
         source=PromptSource(read_prompts(config.prompts.files), config.prompts, config.run.seed),
         renderer=renderer,
         sampling=sampling(config, renderer.tokenizer, fetch_weights),
-        router=Router(config.teachers.models, config.prompts.cells),
-        lanes=teacher_lanes(config, driver_trace),
+        router=router,
+        lanes=lanes,
         store=TrajectoryStore(config.run.folder),
         trace=driver_trace,
     )

@@ -287,8 +287,20 @@ class Ratio(Table):
     """TIS: the ratio as a weight is kept within these."""
 
     @property
+    def clips(self) -> bool:
+        return self.clip_low is not None or self.clip_high is not None
+
+    @property
+    def masks(self) -> bool:
+        return self.mask_low is not None or self.mask_high is not None
+
+    @property
+    def truncates(self) -> bool:
+        return self.truncate_low is not None or self.truncate_high is not None
+
+    @property
     def is_on(self) -> bool:
-        return self != Ratio()
+        return self.clips or self.masks or self.truncates
 
 
 class Objective(Table):

@@ -17,19 +17,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from megatron_mopd import build
 from megatron_mopd.config import Config, load_config
 from megatron_mopd.errors import UserError
 from megatron_mopd.link import Link, StepRequest
+from megatron_mopd.objectives.advantages import outcome_advantages
 from megatron_mopd.rollout.budget import taus_at
+from megatron_mopd.rollout.measure import rollout_metrics
 from megatron_mopd.rollout.sampler import sample
 from megatron_mopd.teachers.origin import check_late, check_origin
 from megatron_mopd.trajectory_file import Sampled
-from megatron_mopd.types import Graded, Trajectory
+from megatron_mopd.types import Graded
 
 
 class Driver:
@@ -50,12 +49,21 @@ class Driver:
                 await self.sample(request)
         with self.timed("score", request, seconds):
             graded = await self.drain(request)
-        if request.step == 0:
-            print(check_origin(graded, p.config), file=sys.stderr, flush=True)
+        if p.config.objective.distils:
+            self.check_origin(request.step, graded)
+        advantage = None
+        if p.config.objective.needs_outcomes:
+            advantage = outcome_advantages([g.trajectory for g in graded], p.config.objective.advantage)
+        metrics = rollout_metrics(
+            graded, p.config, request.step, request.weight_version, seconds, num_unscored=len(p.lanes.held)
+        )
+        p.store.write(request.step, graded, p.config.prompts.cells, metrics, p.lanes.held, advantage)
+
+    def check_origin(self, step: int, graded: Sequence[Graded]) -> None:
+        if step == 0:
+            print(check_origin(graded, self.parts.config), file=sys.stderr, flush=True)
         else:
-            check_late(graded, p.config)
-        metrics = rollout_metrics(graded, request.weight_version, seconds, num_unscored=len(p.lanes.held))
-        p.store.write(request.step, graded, p.config.prompts.cells, metrics, unscored=p.lanes.held)
+            check_late(graded, self.parts.config)
 
     async def sample(self, request: StepRequest) -> None:
         p = self.parts
@@ -107,35 +115,6 @@ def check_cells(left: Sequence[Sampled], config: Config) -> None:
                 "longer in prompts.mixture / prompts.efforts; put it back until the trajectory has been trained on, or "
                 "remove the newest *.sampled or unscored.safetensors there, which loses all that wait"
             )
-
-
-def rollout_metrics(
-    graded: list[Graded], weight_version: int, seconds: dict[str, float], num_unscored: int = 0
-) -> dict[str, Any]:
-    """What the driver knows of a step: means per cell, staleness, wall seconds (score: the wait after sampling had
-    ended)."""
-    by_cell: dict[str, list[Trajectory]] = {}
-    for g in graded:
-        by_cell.setdefault(str(g.trajectory.prompt.prompt.cell), []).append(g.trajectory)
-    versions = np.concatenate([g.trajectory.weight_versions[g.trajectory.loss_mask] for g in graded])
-    return {
-        "cells": {cell: _cell_metrics(ts) for cell, ts in by_cell.items()},
-        "staleness": float(np.mean(weight_version - versions)) if len(versions) else 0.0,
-        "seconds": seconds,
-        "unscored": num_unscored,
-    }
-
-
-def _cell_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    outcomes = [t.outcome for t in trajectories if t.outcome is not None]
-    return {
-        "trajectories": len(trajectories),
-        "reward": float(np.mean([o.reward for o in outcomes])),
-        "reward_within_budget": float(np.mean([o.reward_within_budget for o in outcomes])),
-        "spent_tokens": float(np.mean([o.spent_tokens for o in outcomes])),
-        "response_tokens": float(np.mean([len(t.response_ids) for t in trajectories])),
-        "truncated_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-    }
 
 
 async def serve(config: Config, link: Link) -> None:

@@ -22,6 +22,7 @@ from megatron_mopd.mcore.options import (
     check_schedule,
     split_megatron_table,
 )
+from megatron_mopd.objective_options import check_objective_options
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.resume import check_resume, read_facts
@@ -36,8 +37,7 @@ from megatron_mopd.types import Prompt
 def preflight(config: Config, world_size: int) -> str:
     """Check the run that `world_size` ranks would make; return the coverage table of the router, and what is
     continued."""
-    if config.objective.name == "sft":
-        raise UserError("objective.name=sft has no rollouts to train on; `mopd train` takes mopd, topk and full_kl")
+    check_objective_options(config)
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     check_student(config.student.checkpoint, hf_config)
     check_run_folder(config.run.folder)
@@ -45,7 +45,9 @@ def preflight(config: Config, world_size: int) -> str:
     check_optimizer_options(table)
     check_schedule(table, config.run.num_steps)
     Layout.from_table(config.megatron).check(hf_config, world_size)
-    router = Router(config.teachers.models, config.prompts.cells)
+    coverage = ""
+    if config.objective.needs_teachers:
+        coverage = Router(config.teachers.models, config.prompts.cells).coverage()
     padding = check_teachers(config)
     check_objective(config, hf_config)
     for name, environment in config.environments.items():
@@ -54,9 +56,7 @@ def preflight(config: Config, world_size: int) -> str:
     check_prompts(config)
     check_domains(config)
     check_sinks(config.telemetry)
-    return "\n".join(
-        filter(None, (router.coverage(), *padding, *server_lines(config), check_resume(config, world_size)))
-    )
+    return "\n".join(filter(None, (coverage, *padding, *server_lines(config), check_resume(config, world_size))))
 
 
 def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:

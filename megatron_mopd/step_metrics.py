@@ -65,6 +65,11 @@ class CellMetrics:
     """Factor of the cell's domain in the loss; see objectives/balance.py."""
     kl: Mean = NOTHING
     """Of an objective that compares distributions: its reverse KL over the vocabulary, not of the sampled token."""
+    ratio_clipped: Mean = NOTHING
+    """Share of tokens that the PPO clip left without a gradient; of no token where it is off. See objectives/ratio.py,
+    also for the two that follow."""
+    ratio_masked: Mean = NOTHING
+    ratio_truncated: Mean = NOTHING
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class StepMetrics:
     """Of each data-parallel rank."""
     cells: Mapping[Cell, CellMetrics]
     """Cells with a trajectory in the batch, in the batch's order."""
+    has_teacher: bool = True
+    """Log-probs of someone else were in the batch."""
 
     @property
     def loss_tokens(self) -> int:
@@ -126,6 +133,21 @@ class StepMetrics:
     def kl(self) -> Mean:
         """Over all cells."""
         return Mean.over(c.kl for c in self.cells.values())
+
+    @property
+    def ratio_clipped(self) -> Mean:
+        """Over all cells."""
+        return Mean.over(c.ratio_clipped for c in self.cells.values())
+
+    @property
+    def ratio_masked(self) -> Mean:
+        """Over all cells."""
+        return Mean.over(c.ratio_masked for c in self.cells.values())
+
+    @property
+    def ratio_truncated(self) -> Mean:
+        """Over all cells."""
+        return Mean.over(c.ratio_truncated for c in self.cells.values())
 
     @property
     def route_agreement(self) -> Mean:

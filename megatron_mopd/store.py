@@ -1,9 +1,9 @@
 """The trajectory store: where the driver's loop and the trainer's loop meet.
 
-One folder per step, `RUN/trajectories/step_00000012/`: `batch.safetensors` (the columns of batch.Batch),
-`rows.jsonl` (one readable line per trajectory), `rollout.json` (the driver's metrics) and, where lanes were left
-behind, `unscored.safetensors` (the trajectories that wait for their teachers). A folder appears whole, by rename, or
-not at all. `step_00000012.sampled` is what was sampled for a step that its lanes could not finish.
+One folder per step, `RUN/trajectories/step_00000012/`: `batch.safetensors` (the columns of batch.Batch), `rows.jsonl`
+(one readable line per row), `rollout.json` (the driver's metrics, unless the rows are demonstrations) and, where lanes
+were left behind, `unscored.safetensors` (the trajectories that wait for their teachers). A folder appears whole, by
+rename, or not at all. `step_00000012.sampled` is what was sampled for a step that its lanes could not finish.
 
 The file knows no parallel layout: each rank opens it and reads the rows that it trains on, so nothing large passes
 through rank 0 and a recorded batch can be trained again at any layout.
@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ class StoredBatch:
         self.cell: np.ndarray = self._file.get_tensor("cell")
         self.loss_tokens: np.ndarray = self._file.get_tensor("loss_tokens")
         self.lengths: np.ndarray = np.diff(self.offsets)
+        self.outcome_advantage: np.ndarray | None = None
+        if "outcome_advantage" in self._file.keys():  # noqa: SIM118 (no container)
+            self.outcome_advantage = self._file.get_tensor("outcome_advantage")
 
     def __len__(self) -> int:
         return len(self.cell)
@@ -56,7 +60,8 @@ class StoredBatch:
             parts = [column[int(self.offsets[i]) : int(self.offsets[i + 1])] for i in chosen]
             columns[name] = np.concatenate(parts or [column[0:0]])
         offsets = np.concatenate([[0], np.cumsum(self.lengths[chosen])]).astype(np.int64)
-        return Batch(offsets=offsets, cell=self.cell[chosen], cells=self.cells, **columns)
+        advantage = None if self.outcome_advantage is None else self.outcome_advantage[chosen]
+        return Batch(offsets=offsets, cell=self.cell[chosen], cells=self.cells, outcome_advantage=advantage, **columns)
 
 
 class TrajectoryStore:
@@ -76,19 +81,30 @@ class TrajectoryStore:
         cells: Sequence[Cell],
         rollout: Mapping[str, Any],
         unscored: Sequence[Sampled] = (),
+        outcome_advantage: np.ndarray | None = None,
     ) -> None:
         """Write the graded batch of `step` with the driver's metrics; replaces nothing that is already there."""
+        batch = Batch.from_graded(graded, cells, outcome_advantage)
+        with self._whole_folder(step) as partial:
+            _write_step(partial, batch, [_row(g) for g in graded])
+            (partial / "rollout.json").write_text(json.dumps(rollout))
+            if unscored:
+                write_trajectories(partial / UNSCORED, unscored)
+        self._sampled(step).unlink(missing_ok=True)
+
+    def write_demonstrations(self, step: int, batch: Batch, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a batch that nobody sampled, with a readable line for each of its rows."""
+        with self._whole_folder(step) as partial:
+            _write_step(partial, batch, rows)
+
+    @contextmanager
+    def _whole_folder(self, step: int) -> Iterator[Path]:
+        """What is written into the folder that it gives appears as that of `step`, all at once."""
         partial = self.folder(step).with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        write_batch(partial / "batch.safetensors", Batch.from_graded(graded, cells))
-        with (partial / "rows.jsonl").open("w") as rows:
-            rows.writelines(json.dumps(_row(g)) + "\n" for g in graded)
-        (partial / "rollout.json").write_text(json.dumps(rollout))
-        if unscored:
-            write_trajectories(partial / UNSCORED, unscored)
+        yield partial
         os.rename(partial, self.folder(step))
-        self._sampled(step).unlink(missing_ok=True)
 
     def keep(self, step: int, sampled: Sequence[Sampled]) -> None:
         """What was sampled for a step that could not be finished, for the process that takes it up again."""
@@ -112,8 +128,10 @@ class TrajectoryStore:
     def read(self, step: int) -> StoredBatch:
         return StoredBatch(self.folder(step) / "batch.safetensors")
 
-    def rollout(self, step: int) -> dict[str, Any]:
-        return json.loads((self.folder(step) / "rollout.json").read_text())
+    def rollout(self, step: int) -> dict[str, Any] | None:
+        """The driver's metrics; None of demonstrations."""
+        file = self.folder(step) / "rollout.json"
+        return json.loads(file.read_text()) if file.exists() else None
 
     def cut(self, step: int) -> None:
         """Forget the batches of `step` and later: a resumed run samples them again. What was sampled for `step` itself
@@ -132,9 +150,17 @@ ROW_COLUMNS = ("loss_tokens", "advantage_sums")
 """What a rank must know of every row, so that it reads the tokens of its own alone."""
 
 
+def _write_step(folder: Path, batch: Batch, rows: Sequence[Mapping[str, Any]]) -> None:
+    write_batch(folder / "batch.safetensors", batch)
+    with (folder / "rows.jsonl").open("w") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 def write_batch(file: Path, batch: Batch) -> None:
     columns = {name: getattr(batch, name) for name in ("offsets", "cell", *ROW_COLUMNS)} | batch.token_columns
     columns["loss_tokens"] = np.asarray(columns["loss_tokens"], np.int64)
+    if batch.outcome_advantage is not None:
+        columns["outcome_advantage"] = batch.outcome_advantage
     save_file(columns, file, metadata={"cells": json.dumps(batch.cells)})
 
 

@@ -104,6 +104,7 @@ class Learner:
         mine, num_packed = self._micro_batches(batch, row_weights, hidden)
         self._refuse_unless_routed(mine)
         self._refuse_unless_hidden(mine)
+        self._refuse_unless_compared(batch)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -129,8 +130,9 @@ class Learner:
                 batch.cells,
                 batch.cell,
                 factors,
-                with_kl=self.objective.divergence is not None,
+                self.config.objective,
             ),
+            has_teacher=self.config.objective.needs_teachers,
         )
 
     @torch.no_grad()
@@ -223,6 +225,13 @@ class Learner:
             raise UserError(
                 f"the batch of step {self.step + 1} has no hidden states of the teachers; objective.name="
                 f"{self.config.objective.name} needs batches that were scored for it"
+            )
+
+    def _refuse_unless_compared(self, batch: Rows) -> None:
+        if self.config.objective.needs_outcomes and batch.outcome_advantage is None:
+            raise UserError(
+                f"the batch of step {self.step + 1} has no advantages of outcomes; objective.name="
+                f"{self.config.objective.name} needs batches that were sampled for it"
             )
 
     def _refuse_unless_finite(self, what: str, value: float) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_mopd import config
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.collectives import from_last_stage, gather_over_data
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch
@@ -48,7 +49,10 @@ class _Sum(IntEnum):
     GRAD_SQUARE = 8
     KL = 9
     CURRENT = 10  # tokens that were sampled by the weights that are updated: those of a mismatch
-    BUCKETS = 11  # tokens, reverse KL, current tokens and mismatch of the first bucket, then of the others
+    RATIO_CLIPPED = 11
+    RATIO_MASKED = 12
+    RATIO_TRUNCATED = 13
+    BUCKETS = 14  # tokens, reverse KL, current tokens and mismatch of the first bucket, then of the others
     MISMATCH_MAX = BUCKETS + 4 * NUM_BUCKETS  # a maximum, and the last: everything before it is added
 
 
@@ -79,6 +83,7 @@ def micro_batch_sums(
         terms.coefficient_T.double().square() * scored.grad_square_T,
         kl_T.where(terms.trained_T, 0.0),
         current_T,
+        *_touched(terms),
     )
     by_position = (terms.trained_T, terms.reverse_kl_T, current_T, size)
     largest_C = size.new_zeros(num_cells).scatter_reduce_(0, micro.cell_T, size, "amax")
@@ -88,6 +93,16 @@ def micro_batch_sums(
         largest_C,
     )
     return torch.cat([part.view(num_cells, -1) for part in parts], dim=1)
+
+
+def _touched(terms: TokenTerms) -> tuple[Tensor, Tensor, Tensor]:
+    """Trained tokens that each device of objectives/ratio.py has touched."""
+    if terms.ratio is None:
+        none_T = torch.zeros_like(terms.trained_T)
+        return none_T, none_T, none_T
+    touched = (terms.ratio.clipped_T, terms.ratio.masked_T, terms.ratio.truncated_T)
+    clipped_T, masked_T, truncated_T = (touched_T & terms.trained_T for touched_T in touched)
+    return clipped_T, masked_T, truncated_T
 
 
 def _added(columns: Sequence[Tensor], index_T: Tensor, size: int) -> Tensor:
@@ -125,10 +140,10 @@ def cell_metrics(
     cells: Sequence[Cell],
     cell_of_row: np.ndarray,
     factors_C: np.ndarray,
-    with_kl: bool,
+    options: config.Objective,
 ) -> dict[Cell, CellMetrics]:
     """Metrics of each cell with a row in the batch. `routes_C2`: (agreeing, recorded) choices of experts; `factors_C`:
-    those of objectives/balance.py; `with_kl`: the objective compares distributions."""
+    those of objectives/balance.py; `options` say which numbers are measured at all."""
     trajectories = np.bincount(cell_of_row, minlength=len(cells))
     columns = (sums_CM, routes_C2.tolist(), trajectories.tolist(), factors_C.tolist())
     out = {}
@@ -156,9 +171,16 @@ def cell_metrics(
                 reverse_kl_deciles=_means(reverse_kl_B, tokens_B, NUM_DECILES),
                 logit_grad_norm=math.sqrt(sums[_Sum.GRAD_SQUARE]),
                 weight=factor,
-                kl=Mean(sums[_Sum.KL] * per_token, tokens) if with_kl else NOTHING,
+                kl=_mean_if(options.needs_hidden, sums[_Sum.KL], tokens),
+                ratio_clipped=_mean_if(options.ratio.clips, sums[_Sum.RATIO_CLIPPED], tokens),
+                ratio_masked=_mean_if(options.ratio.masks, sums[_Sum.RATIO_MASKED], tokens),
+                ratio_truncated=_mean_if(options.ratio.truncates, sums[_Sum.RATIO_TRUNCATED], tokens),
             )
     return out
+
+
+def _mean_if(is_measured: bool, total: float, count: int) -> Mean:
+    return Mean(total / max(1, count), count) if is_measured else NOTHING
 
 
 def _means(sums_B: np.ndarray, tokens_B: np.ndarray, parts: int) -> tuple[Mean, ...]:

@@ -38,6 +38,8 @@ class Rows(Protocol):
     def loss_tokens(self) -> np.ndarray: ...
     @property
     def advantage_sums(self) -> np.ndarray: ...
+    @property
+    def outcome_advantage(self) -> np.ndarray | None: ...
     def __len__(self) -> int: ...
     def select(self, rows: Sequence[int], optional: Collection[str], /) -> Batch: ...
 
@@ -117,6 +119,7 @@ def _to_device(micro: MicroBatch, origin: np.ndarray) -> DeviceMicroBatch:
             weight_T=tensor(micro.weight),
             rollout_logprobs_T=tensor(micro.rollout_logprobs),
             teacher_logprobs_T=tensor(micro.teacher_logprobs),
+            outcome_advantage_T=tensor(micro.outcome_advantage),
         ),
         sequences=PackedSeqParams(
             qkv_format="thd",

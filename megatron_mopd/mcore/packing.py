@@ -92,6 +92,7 @@ class MicroBatch:
     weight: np.ndarray  # [T] float32
     rollout_logprobs: np.ndarray  # [T] float32
     teacher_logprobs: np.ndarray  # [T] float32
+    outcome_advantage: np.ndarray  # [T] float32
     weight_version: np.ndarray  # [T] int64
     cell: np.ndarray  # [T] int64, index into Batch.cells; 0 on padding
     bucket: np.ndarray
@@ -132,7 +133,7 @@ def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> M
     real = token >= 0
     row = row_of_token[token[real]]
 
-    def column(values: np.ndarray, dtype: type) -> np.ndarray:
+    def column(values: np.ndarray | float, dtype: type) -> np.ndarray:
         out = np.zeros(len(token), dtype)
         out[real] = values
         return out
@@ -150,6 +151,7 @@ def pack(batch: Batch, weights: np.ndarray, tp: int, cp: int, cp_rank: int) -> M
         weight=column(weights[row], np.float32),
         rollout_logprobs=column(batch.rollout_logprobs[at], np.float32),
         teacher_logprobs=column(batch.teacher_logprobs[at], np.float32),
+        outcome_advantage=column(0.0 if batch.outcome_advantage is None else batch.outcome_advantage[row], np.float32),
         weight_version=column(batch.weight_version[at], np.int64),
         cell=column(batch.cell[row], np.int64),
         bucket=column(_buckets(batch)[at], np.int64),

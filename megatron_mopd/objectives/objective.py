@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
+from megatron_mopd.objectives.ratio import RatioTerms
+
 if TYPE_CHECKING:
     from megatron_mopd.objectives.distribution import Divergence
 
@@ -28,6 +30,8 @@ class TokenColumns(NamedTuple):
     """float32: the normaliser of the token's row, see normalisation.py."""
     rollout_logprobs_T: Tensor
     teacher_logprobs_T: Tensor
+    outcome_advantage_T: Tensor
+    """float32: of the token's trajectory in its group, 0 where the objective uses none; see advantages.py."""
 
 
 class TokenTerms(NamedTuple):
@@ -43,6 +47,8 @@ class TokenTerms(NamedTuple):
     """bool: the log-ratio lies outside its bound."""
     mismatch_T: Tensor
     """trainer - rollout; 0 for demonstrations."""
+    ratio: RatioTerms | None = None
+    """What the devices of ratio.py did; None where none is on."""
 
 
 class Objective(Protocol):

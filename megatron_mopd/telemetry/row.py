@@ -15,14 +15,17 @@ from megatron_mopd.telemetry.registry import cell_key, check_row
 from megatron_mopd.types import Cell
 
 ROLLOUT_MEANS = ("reward", "reward_within_budget", "spent_tokens", "response_tokens", "truncated_fraction")
+SOME_ROLLOUT_MEANS = ("over_budget", "training_reward", "even_groups")
+"""Of cells that have a budget, and of objectives that compare outcomes."""
 
 
 def step_row(learner: StepMetrics, rollout: Mapping[str, Any] | None, seconds: Mapping[str, float]) -> dict[str, float]:
     """Flatten one step to {metric name: number}.
 
-    `rollout` is the driver's `rollout.json` (see driver.rollout_metrics), None when the batch was demonstrations, which
+    `rollout` is the driver's `rollout.json` (see rollout/measure.py), None when the batch was demonstrations, which
     have no teacher either. `seconds` are the trainer's own: step, and any of wait, update, sync.
     """
+    has_teacher = learner.has_teacher and rollout is not None
     row = {
         "train/loss": learner.loss,
         "train/grad_norm": learner.grad_norm,
@@ -32,10 +35,13 @@ def step_row(learner: StepMetrics, rollout: Mapping[str, Any] | None, seconds: M
         "train/logit_grad_norm": learner.logit_grad_norm,
         "perf/tokens_per_s": learner.num_tokens / seconds["step"],
         **{f"time/{name}_s": value for name, value in seconds.items()},
-        **_cell_rows(learner, with_teacher=rollout is not None),
+        **_cell_rows(learner, rollout is not None, has_teacher),
     }
     if rollout is not None:
-        row |= _teacher_row(learner) | _rollout_row(rollout)
+        row |= {f"train/{name}": value for name, value in _measured_means(learner, has_teacher).items()}
+        row |= _rollout_row(rollout)
+    if has_teacher:
+        row |= _teacher_row(learner)
     check_row(row)
     return row
 
@@ -44,33 +50,35 @@ def _teacher_row(learner: StepMetrics) -> dict[str, float]:
     return {
         "train/reverse_kl": learner.mean("reverse_kl"),
         "train/clip_fraction": learner.mean("clip_fraction"),
-        **{f"train/{name}": value for name, value in _measured_means(learner).items()},
         "train/masked_tokens": float(sum(c.masked_tokens for c in learner.cells.values())),
     }
 
 
-def _measured_means(metrics: StepMetrics | CellMetrics) -> dict[str, float]:
+def _measured_means(metrics: StepMetrics | CellMetrics, has_teacher: bool) -> dict[str, float]:
     """What is measured of fewer things than the trained tokens; without that of nothing."""
     named = {"mismatch_mean": metrics.mismatch, "mismatch_kl": metrics.mismatch_kl}
     named["mismatch_max"] = Mean(metrics.mismatch_max, metrics.mismatch.count)
     named |= {f"mismatch_quarter_{i}": mean for i, mean in enumerate(metrics.mismatch_quarters, start=1)}
-    named |= {f"reverse_kl_decile_{i}": mean for i, mean in enumerate(metrics.reverse_kl_deciles, start=1)}
+    if has_teacher:
+        named |= {f"reverse_kl_decile_{i}": mean for i, mean in enumerate(metrics.reverse_kl_deciles, start=1)}
     named |= {"route_agreement": metrics.route_agreement, "kl": metrics.kl}
+    named |= {f"ratio_{what}": getattr(metrics, f"ratio_{what}") for what in ("clipped", "masked", "truncated")}
     return {name: mean.value for name, mean in named.items() if mean.count}
 
 
-def _cell_rows(learner: StepMetrics, with_teacher: bool) -> dict[str, float]:
-    row = _share_rows(learner, with_teacher)
+def _cell_rows(learner: StepMetrics, was_sampled: bool, has_teacher: bool) -> dict[str, float]:
+    row = _share_rows(learner, has_teacher)
     for cell, metrics in learner.cells.items():
         row[cell_key(cell, "tokens")] = float(metrics.tokens)
         row[cell_key(cell, "weight")] = metrics.weight
         if metrics.tokens:
             row[cell_key(cell, "entropy")] = metrics.entropy
             row[cell_key(cell, "logit_grad_norm")] = metrics.logit_grad_norm
-        if metrics.tokens and with_teacher:
+        if metrics.tokens and was_sampled:
+            row |= {cell_key(cell, name): value for name, value in _measured_means(metrics, has_teacher).items()}
+        if metrics.tokens and has_teacher:
             row[cell_key(cell, "reverse_kl")] = metrics.reverse_kl
             row[cell_key(cell, "clip_fraction")] = metrics.clip_fraction
-            row |= {cell_key(cell, name): value for name, value in _measured_means(metrics).items()}
     return row
 
 
@@ -93,13 +101,14 @@ def _share_rows(learner: StepMetrics, with_teacher: bool) -> dict[str, float]:
 
 def _rollout_row(rollout: Mapping[str, Any]) -> dict[str, float]:
     cells: Mapping[str, Mapping[str, float]] = rollout["cells"]
-    total = sum(c["trajectories"] for c in cells.values())
     row = {"rollout/staleness": rollout["staleness"], "rollout/unscored": rollout["unscored"]}
     row |= {f"time/{name}_s": value for name, value in rollout["seconds"].items()}
-    for name in ROLLOUT_MEANS:
-        # fsum: the same bits whatever the order in which the driver met the cells
-        row[f"rollout/{name}"] = math.fsum(c[name] * c["trajectories"] for c in cells.values()) / max(1, total)
-        for cell, means in cells.items():
-            domain, effort = cell.rsplit("/", 1)
-            row[cell_key(Cell(domain, effort), name)] = means[name]
+    for name in (*ROLLOUT_MEANS, *SOME_ROLLOUT_MEANS):
+        known = [c for c in cells.values() if name in c or name in ROLLOUT_MEANS]
+        if total := sum(c["trajectories"] for c in known):
+            # fsum: the same bits whatever the order in which the driver met the cells
+            row[f"rollout/{name}"] = math.fsum(c[name] * c["trajectories"] for c in known) / total
+    for cell, means in cells.items():
+        domain, effort = cell.rsplit("/", 1)
+        row |= {cell_key(Cell(domain, effort), name): value for name, value in means.items() if name != "trajectories"}
     return row

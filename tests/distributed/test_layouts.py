@@ -135,6 +135,41 @@ def test_weights_of_domains_are_invariant_too(
     assert_same(run(ranks, size, config, batch, tmp_path / "two"), want)
 
 
+GRPO = {
+    "name": "grpo",
+    "beta": 0.1,
+    "ratio": {"clip_low": 0.2, "clip_high": 0.3, "mask_low": 0.1, "mask_high": 10.0, "truncate_high": 2.0},
+}
+
+
+@pytest.mark.parametrize("layout", ["DP2", "TP2xEP2", "PP2", "CP2"])
+def test_outcomes_and_ratios_are_invariant_too(
+    layout: str, ranks: Pools, model: Path, single: Outcome, tmp_path: Path
+) -> None:
+    """An advantage stays with its row, whatever micro-batch and rank that goes to."""
+    advantage = np.random.default_rng(5).standard_normal(14).astype(np.float32)
+    plain = batch_of()
+    near = plain.rollout_logprobs - 4  # the model is about as sure of a token as that
+    batch = dataclasses.replace(plain, rollout_logprobs=near, outcome_advantage=advantage)
+    want = run(ranks, 1, config_of(model, PLAIN, objective=GRPO), batch, tmp_path / "one")
+    touched = want.metrics.ratio_clipped, want.metrics.ratio_masked, want.metrics.ratio_truncated
+    assert all(0 < share.value < 1 for share in touched), "the fixture must reach every bound"
+    assert want.metrics.loss != pytest.approx(single.metrics.loss, rel=1e-3)
+    size, megatron = LAYOUTS[layout]
+    config = config_of(model, {**PLAIN, **megatron}, objective=GRPO, learner={"micro_batch_tokens": 40})
+    # A ratio hands the rounding of a log-prob on to the coefficient.
+    assert_same(run(ranks, size, config, batch, tmp_path / "two"), want, tolerance=5e-6)
+
+
+def test_a_batch_without_outcomes_is_refused(ranks: Pools, model: Path) -> None:
+    with pytest.raises(Exception, match=r"has no advantages of outcomes; objective\.name=grpo needs batches"):
+        ranks(1)(update_once, config_of(model, PLAIN, objective={"name": "grpo"}), batch_of())
+
+
+def update_once(config: Config, batch: Batch) -> None:
+    start(config).update(batch)
+
+
 ALL_BALANCING_LOSSES = {
     "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
     "moe_aux_loss_coeff": [0.1, 0.1],

@@ -157,7 +157,7 @@ def test_the_loss_is_the_weighted_sum_over_the_tokens_that_are_trained() -> None
     mask_T = torch.arange(T) % 3 > 0
     teacher_T = teacher_TV.log_softmax(-1).gather(1, target_T[:, None])[:, 0]
     teacher_T[4] = torch.nan
-    columns = TokenColumns(mask_T, weight_T, torch.zeros(T), teacher_T)
+    columns = TokenColumns(mask_T, weight_T, torch.zeros(T), teacher_T, torch.zeros(T))
     objective = DistributionKL(7)
     found = objective.divergence(student_TV, teacher_TV, target_T, 0, None)
     terms = objective(found.logprobs_T, columns)

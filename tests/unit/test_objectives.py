@@ -15,7 +15,7 @@ T, V, R_MAX = 40, 11, 1.5
 
 
 def columns(weight: Tensor, mask: Tensor, teacher: Tensor) -> TokenColumns:
-    return TokenColumns(mask, weight, torch.zeros_like(teacher), teacher)
+    return TokenColumns(mask, weight, torch.zeros_like(teacher), teacher, torch.zeros_like(teacher))
 
 
 def draw(seed: int = 0) -> tuple[Tensor, Tensor, TokenColumns]:

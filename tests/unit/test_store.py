@@ -25,8 +25,9 @@ def graded(k, cell):
 def written(tmp_path):
     rows = [graded(k, CELLS[k % 2]) for k in range(9)]
     store = TrajectoryStore(tmp_path)
-    store.write(4, rows, CELLS, {"cells": {}})
-    return store, Batch.from_graded(rows, CELLS)
+    advantage = np.linspace(-1, 1, 9, dtype=np.float32)
+    store.write(4, rows, CELLS, {"cells": {}}, outcome_advantage=advantage)
+    return store, Batch.from_graded(rows, CELLS, advantage)
 
 
 @pytest.mark.parametrize("rows", [[], [0], [8, 2, 5], list(range(9))])
@@ -40,7 +41,7 @@ def test_any_rows_read_back_equal_the_batch_in_memory(written, rows):
     np.testing.assert_array_equal(stored.advantage_sums, batch.advantage_sums)
     got, want = stored.select(rows), batch.select(rows)
     assert stored.select(rows, []).teacher_hidden is None
-    for name in (*TOKEN_COLUMNS, "offsets", "cell", "teacher_hidden"):
+    for name in (*TOKEN_COLUMNS, "offsets", "cell", "teacher_hidden", "outcome_advantage"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
         assert getattr(got, name).dtype == getattr(want, name).dtype
 
@@ -50,6 +51,15 @@ def test_a_step_is_there_whole_or_not_at_all(written, tmp_path):
     (tmp_path / "trajectories" / "step_00000005.partial").mkdir()
     assert store.has(4)
     assert not store.has(5)
+
+
+def test_demonstrations_are_a_step_without_a_rollout(written):
+    store, batch = written
+    store.write_demonstrations(7, batch, [{"id": "d"}] * len(batch))
+    assert store.has(7)
+    assert len(store.read(7)) == len(batch)
+    assert (store.rollout(4), store.rollout(7)) == ({"cells": {}}, None)
+    assert (store.folder(7) / "rows.jsonl").read_text() == '{"id": "d"}\n' * len(batch)
 
 
 def test_cut_forgets_a_step_and_all_after_it(written):

@@ -44,6 +44,11 @@ def test_graded_rejects_a_score_too_few_or_too_many() -> None:
         graded((SAMPLED, OBSERVED), [-1.0, -2.0, -3.0, -4.0])
 
 
+def test_a_batch_rejects_an_advantage_too_few() -> None:
+    with pytest.raises(ValueError, match="batch has 1 rows and 2 outcome advantages"):
+        Batch.from_graded([graded((SAMPLED,), [-1.0, -2.0])], CELLS, np.zeros(2, np.float32))
+
+
 def test_columns_are_aligned_with_their_tokens() -> None:
     later = replace(SAMPLED, token_ids=(8, 4), logprobs=(-0.125, -4.0), weight_version=4)
     batch = Batch.from_graded(
