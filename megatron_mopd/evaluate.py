@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,46 +28,35 @@ from megatron_mopd.prompts.render import Renderer
 from megatron_mopd.prompts.source import cell_pool
 from megatron_mopd.rollout.sampler import Sampling, sample
 from megatron_mopd.teachers.router import Router
-from megatron_mopd.telemetry.record import read_record
-from megatron_mopd.telemetry.recovery import CellScores
+from megatron_mopd.telemetry.cell_scores import CellScores, Measured
+from megatron_mopd.telemetry.record import has_record, read_record
+from megatron_mopd.telemetry.recovery import POLICIES
 from megatron_mopd.telemetry.summary import print_summary, write_summary
-from megatron_mopd.types import Cell, Outcome, RenderedPrompt
-
-
-@dataclass(frozen=True)
-class Score:
-    """Means over the prompts of one cell."""
-
-    within_budget: float
-    spent_tokens: float
+from megatron_mopd.types import Cell, RenderedPrompt, Trajectory
 
 
 def evaluate_run(config: Config) -> dict[str, Any]:
-    """Evaluate RUN/student against where it came from; write and print RUN/summary.json."""
+    """Evaluate RUN/student against where it came from; write and print RUN/summary.json.
+
+    A student that was not trained there (merged weights) has no record, and so no reverse KL and no training time.
+    """
     student = config.run.folder / "student"
     read_hf_config(student, "run.folder (its student/, which a finished training run leaves)")
     Router(config.teachers.models, config.prompts.cells)
     check_teachers(config)
-    steps_s = sum(row["timing"].get("time/step_s") or 0.0 for row in read_record(config.run.folder))
+    rows = read_record(config.run.folder) if has_record(config.run.folder) else []
+    steps_s = sum(row["timing"].get("time/step_s") or 0.0 for row in rows)
     start = time.monotonic()
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
     prompts = evaluation_prompts(config, renderer)
     with build.servers(without_teachers(config)):
         scores = asyncio.run(_score_models(config, build.sampling(config, renderer.tokenizer), student, prompts))
     cells = [
-        CellScores(
-            domain=cell.domain,
-            effort=cell.effort,
-            sft=scores["sft"][cell].within_budget,
-            teacher=scores["teacher"][cell].within_budget,
-            student=scores["student"][cell].within_budget,
-            tokens=scores["student"][cell].spent_tokens,
-            prompts=len(prompts[cell]),
-        )
+        CellScores(cell.domain, cell.effort, *(scores[policy][cell] for policy in POLICIES))
         for cell in config.prompts.cells
     ]
     layout = {**asdict(Layout.from_table(config.megatron)), "processes": config.launch.num_processes}
-    summary = write_summary(config.run.folder, cells, wall_s=steps_s + time.monotonic() - start, layout=layout)
+    summary = write_summary(config.run.folder, cells, rows, wall_s=steps_s + time.monotonic() - start, layout=layout)
     print_summary(summary, Console())
     return summary
 
@@ -101,12 +91,12 @@ def evaluation_prompts(config: Config, renderer: Renderer) -> dict[Cell, list[Re
 
 async def _score_models(
     config: Config, sampling: Sampling, student: Path, prompts: dict[Cell, list[RenderedPrompt]]
-) -> dict[str, dict[Cell, Score]]:
+) -> dict[str, dict[Cell, Measured]]:
     """Scores of "sft", "teacher" and "student" in every cell, one engine taking the weights of eleven models in
     turn."""
     neutral = {c: [replace(p, student_ids=p.teacher_ids) for p in prompts[c]] for c in prompts}
     teacher_of = {teacher.cell: teacher.checkpoint for teacher in config.teachers.models}
-    scores: dict[str, dict[Cell, Score]] = {"sft": {}, "teacher": {}, "student": {}}
+    scores: dict[str, dict[Cell, Measured]] = {"sft": {}, "teacher": {}, "student": {}}
     version = 0
     try:
         await sampling.engine.start()
@@ -121,16 +111,23 @@ async def _score_models(
     return scores
 
 
-async def _score_cells(prompts: dict[Cell, list[RenderedPrompt]], sampling: Sampling) -> dict[Cell, Score]:
-    outcomes: dict[Cell, list[Outcome]] = {cell: [] for cell in prompts}
+async def _score_cells(prompts: dict[Cell, list[RenderedPrompt]], sampling: Sampling) -> dict[Cell, Measured]:
+    sampled: dict[Cell, list[Trajectory]] = {cell: [] for cell in prompts}
     everything = [p for cell_prompts in prompts.values() for p in cell_prompts]
     async for trajectory in sample(everything, sampling, suffix="@eval"):
-        assert trajectory.outcome is not None, "the sampler attaches the environment's outcome"
-        outcomes[trajectory.prompt.prompt.cell].append(trajectory.outcome)
-    return {
-        cell: Score(
-            within_budget=float(np.mean([o.reward_within_budget for o in of_cell])),
-            spent_tokens=float(np.mean([o.spent_tokens for o in of_cell])),
-        )
-        for cell, of_cell in outcomes.items()
-    }
+        sampled[trajectory.prompt.prompt.cell].append(trajectory)
+    return {cell: measured(of_cell) for cell, of_cell in sampled.items()}
+
+
+def measured(trajectories: Sequence[Trajectory]) -> Measured:
+    """A tool call is a stretch that the environment answered with tokens."""
+    outcomes = [t.outcome for t in trajectories if t.outcome is not None]
+    assert len(outcomes) == len(trajectories), "the sampler attaches the environment's outcome"
+    calls = [sum(s.finish_reason == "observation" for s in t.segments) for t in trajectories]
+    return Measured(
+        score=float(np.mean([o.reward_within_budget for o in outcomes])),
+        accuracy=float(np.mean([o.reward for o in outcomes])),
+        spent_tokens=float(np.mean([o.spent_tokens for o in outcomes])),
+        tool_calls=float(np.mean(calls)),
+        prompts=len(trajectories),
+    )

@@ -54,6 +54,10 @@ class Record:
         self._file.close()
 
 
+def has_record(run_folder: Path) -> bool:
+    return (run_folder / FILE_NAME).is_file()
+
+
 def read_record(run_folder: Path) -> list[dict[str, Any]]:
     """The rows of a run; a last line that a killed run left unfinished is left out.
 

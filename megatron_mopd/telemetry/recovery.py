@@ -1,13 +1,15 @@
-"""Recovery: how much of the teacher's gain over the SFT policy the student has, per (domain, effort) cell.
+"""Recovery: how much of the teachers' gain over the SFT policy the student has.
 
     recovery = (student - sft) / (teacher - sft)
 
-Scores are shares of prompts answered correctly and within the cell's budget. 0 is the SFT policy, 1 the teacher; the
-number is unbounded, and noisy where the gap is small. So it stands beside its standard error, and the mean is given
-both raw and with each cell capped at 1, so that one inflated cell cannot hide a bad one.
+0 is the SFT policy, 1 the teacher; the number is unbounded. It is taken of a (domain, effort) cell, or, as in the MOPD
+paper (arXiv 2606.30406), of a domain: the raw scores are averaged within the domain *first*, then normalised, then
+the domains are averaged. (A mean of the ratios of single scores is another number.)
 
-A cell whose teacher does not beat the SFT policy has no gap to recover: its recovery is None, it is left out of the
-means and of the worst, and the summary counts it in `cells_without_gap`. Torch-free.
+The ratio is noise where the gap is. A gap that is not above NOISE_STDERRS standard errors has no recovery: None, left
+out of means and of the worst, and counted. What remains stands beside its standard error, and means are given both raw
+and with each part capped at 1, so that one inflated part cannot hide a bad one. Torch-free. Promises
+(tests/unit/test_recovery.py): the paper's published table comes out to four digits.
 """
 
 from __future__ import annotations
@@ -15,87 +17,86 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+NOISE_STDERRS = 2.0
+POLICIES = ("sft", "teacher", "student")
+
+
+class Score(NamedTuple):
+    value: float
+    stderr: float = 0.0
 
 
 @dataclass(frozen=True)
-class CellScores:
-    """What the evaluation measured in one cell: three scores in [0, 1] on `prompts` prompts each.
+class Compared:
+    """Three policies on the same prompts: of a benchmark, of a cell, of a domain."""
 
-    `tokens` is the student's mean of tokens that count against the budget.
-    Example: CellScores("general", "low", sft=0.31, teacher=0.53, student=0.5, tokens=3.1, prompts=512).recovery ==
-    0.86...
-    """
-
-    domain: str
-    effort: str
-    sft: float
-    teacher: float
-    student: float
-    tokens: float
-    prompts: int
-
-    def __post_init__(self) -> None:
-        for name in ("sft", "teacher", "student"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{self.domain}/{self.effort}: {name} score {getattr(self, name)} is not in [0, 1]")
-        if self.prompts < 1:
-            raise ValueError(f"{self.domain}/{self.effort}: {self.prompts} prompts")
+    sft: Score
+    teacher: Score
+    student: Score
 
     @property
-    def recovery(self) -> float | None:
-        gap = self.teacher - self.sft
-        return (self.student - self.sft) / gap if gap > 0 else None
+    def gap(self) -> Score:
+        return difference(self.teacher, self.sft)
 
     @property
-    def recovery_stderr(self) -> float | None:
-        """First-order standard error, the three scores taken as independent binomial means.
+    def recovery(self) -> Score | None:
+        """None where the gap is within noise.
 
-        With r the recovery, var(r) = (var(student) + r^2 var(teacher) + (1 - r)^2 var(sft)) / gap^2. The three policies
-        answer the same prompts, which correlates their scores, so this errs on the large side.
+        First-order standard error: with r the recovery, var(r) = (var(student) + r^2 var(teacher) + (1 - r)^2 var(sft))
+        / gap^2, the scores taken as independent. They come from the same prompts, so this errs on the large side.
         """
-        r = self.recovery
-        if r is None:
+        if self.gap.value <= NOISE_STDERRS * self.gap.stderr:
             return None
-        variance = (
-            self.stderr("student") ** 2 + r**2 * self.stderr("teacher") ** 2 + (1 - r) ** 2 * self.stderr("sft") ** 2
-        )
-        return math.sqrt(variance) / (self.teacher - self.sft)
-
-    def stderr(self, name: str) -> float:
-        """Binomial standard error of the score `sft`, `teacher` or `student`."""
-        p: float = getattr(self, name)
-        return math.sqrt(p * (1 - p) / self.prompts)
+        r = (self.student.value - self.sft.value) / self.gap.value
+        parts = (self.student.stderr, r * self.teacher.stderr, (1 - r) * self.sft.stderr)
+        return Score(r, math.hypot(*parts) / self.gap.value)
 
     def as_json(self) -> dict[str, Any]:
+        r = self.recovery
         return {
-            "domain": self.domain,
-            "effort": self.effort,
-            "sft": self.sft,
-            "teacher": self.teacher,
-            "student": self.student,
-            "recovery": self.recovery,
-            "tokens": self.tokens,
+            **{name: getattr(self, name).value for name in POLICIES},
+            "recovery": r.value if r else None,
             "stderr": {
-                **{name: self.stderr(name) for name in ("sft", "teacher", "student")},
-                "recovery": self.recovery_stderr,
+                **{name: getattr(self, name).stderr for name in POLICIES},
+                "recovery": r.stderr if r else None,
             },
-            "prompts": self.prompts,
         }
 
 
-def recovery_summary(cells: Sequence[CellScores]) -> dict[str, Any]:
-    """`mean_recovery` (capped at 1 per cell), `mean_recovery_raw` with its standard error, `worst_recovery`.
+class Recoveries(NamedTuple):
+    """Over several parts; all None where none has a gap."""
 
-    All are None when no cell has a gap.
-    """
-    with_gap = [(c.recovery, c.recovery_stderr) for c in cells]
-    known = [(r, e) for r, e in with_gap if r is not None and e is not None]
-    n = len(known)
-    return {
-        "mean_recovery": math.fsum(min(1.0, r) for r, _ in known) / n if n else None,
-        "mean_recovery_raw": math.fsum(r for r, _ in known) / n if n else None,
-        "mean_recovery_raw_stderr": math.sqrt(math.fsum(e**2 for _, e in known)) / n if n else None,
-        "worst_recovery": min((r for r, _ in known), default=None),
-        "cells_without_gap": len(cells) - n,
-    }
+    mean_capped: float | None
+    mean: Score | None
+    worst: float | None
+    without_gap: int
+
+
+def difference(a: Score, b: Score) -> Score:
+    return Score(a.value - b.value, math.hypot(a.stderr, b.stderr))
+
+
+def average(scores: Sequence[Score]) -> Score:
+    return Score(
+        math.fsum(s.value for s in scores) / len(scores), math.hypot(*(s.stderr for s in scores)) / len(scores)
+    )
+
+
+def average_compared(parts: Sequence[Compared]) -> Compared:
+    """Raw scores, averaged policy by policy."""
+    return Compared(*(average([getattr(part, name) for part in parts]) for name in POLICIES))
+
+
+def recoveries(parts: Sequence[Compared]) -> Recoveries:
+    known = [r for part in parts if (r := part.recovery) is not None]
+    if not known:
+        return Recoveries(None, None, None, len(parts))
+    capped = average([Score(min(1.0, r.value)) for r in known])
+    return Recoveries(capped.value, average(known), min(r.value for r in known), len(parts) - len(known))
+
+
+def domain_recoveries(domains: Sequence[Sequence[Compared]]) -> Recoveries:
+    """The paper's form: average within each domain, then normalise, then average over domains."""
+    return recoveries([average_compared(parts) for parts in domains])

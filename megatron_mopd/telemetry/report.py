@@ -19,6 +19,7 @@ from megatron_mopd.telemetry.record import read_record, replace_file
 from megatron_mopd.telemetry.redact import redact
 from megatron_mopd.telemetry.registry import STEP_PARTS, cell_key, metric_of
 from megatron_mopd.telemetry.report_balance import balance_section
+from megatron_mopd.telemetry.report_scores import scores_section
 from megatron_mopd.telemetry.report_style import STYLE
 from megatron_mopd.telemetry.summary import percent, read_summary, recovery_level
 from megatron_mopd.telemetry.svg import Series, colour_class, line_chart, stacked_chart, track, value_range
@@ -57,6 +58,7 @@ def write_report(run_folder: Path) -> Path:
         f"<h1>{escape(run_folder.resolve().name)}</h1>",
         _tiles(curves, summary),
         _grid(summary, curves.efforts) if summary else "",
+        scores_section(summary),
         *(_cell_section(curves, *section) for section in SECTIONS),
         _run_section(curves, "Optimisation", OPTIMISATION),
         _run_section(curves, "Health and speed", HEALTH),

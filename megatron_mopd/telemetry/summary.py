@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.telemetry.record import read_record, replace_file
-from megatron_mopd.telemetry.recovery import CellScores, recovery_summary
+from megatron_mopd.telemetry.cell_scores import CellScores, scores_summary
+from megatron_mopd.telemetry.record import replace_file
 
 FILE_NAME = "summary.json"
 _KEYS = {"cells", "mean_recovery", "mean_recovery_raw", "mean_recovery_raw_stderr", "worst_recovery", "wall_s"}
@@ -22,14 +22,17 @@ _CELL_KEYS = {"domain", "effort", "sft", "teacher", "student", "recovery", "toke
 
 
 def write_summary(
-    run_folder: Path, cells: Sequence[CellScores], wall_s: float, layout: Mapping[str, Any]
+    run_folder: Path,
+    cells: Sequence[CellScores],
+    rows: Sequence[Mapping[str, Any]],
+    wall_s: float,
+    layout: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write and return the summary: the cells, the recoveries, the first and last reverse KL of the record, time and
-    layout."""
-    kl = [row["metrics"]["train/reverse_kl"] for row in read_record(run_folder) if "train/reverse_kl" in row["metrics"]]
+    """Write and return the summary: the cells, the recoveries, the first and last reverse KL of the record's rows, time
+    and layout."""
+    kl = [row["metrics"]["train/reverse_kl"] for row in rows if "train/reverse_kl" in row["metrics"]]
     summary = {
-        "cells": [c.as_json() for c in cells],
-        **recovery_summary(cells),
+        **scores_summary(cells),
         "reverse_kl_first": kl[0] if kl else None,
         "reverse_kl_last": kl[-1] if kl else None,
         "steps": len(kl),
@@ -100,8 +103,21 @@ def _caption(summary: Mapping[str, Any]) -> str:
         f"mean recovery {percent(summary['mean_recovery'])} (capped at 100 per cell), "
         f"raw {percent(summary['mean_recovery_raw'], summary['mean_recovery_raw_stderr'])}, "
         f"worst {percent(summary['worst_recovery'])}\n"
+        f"{_domain_line(summary)}"
         f"reverse KL {_number(summary['reverse_kl_first'])} → {_number(summary['reverse_kl_last'])} "
         f"in {summary['steps']} steps, {summary['wall_s']:.0f} s"
+    )
+
+
+def _domain_line(summary: Mapping[str, Any]) -> str:
+    """Empty for a summary of before these numbers."""
+    if "oracle" not in summary:
+        return ""
+    raw = percent(summary["domain_recovery_raw"], summary["domain_recovery_raw_stderr"])
+    gap = 100 * summary["oracle"]["gap"]
+    return (
+        f"by domain {raw}, worst {percent(summary['worst_domain_recovery'])}; "
+        f"oracle routing {gap:+.1f} ± {100 * summary['oracle']['gap_stderr']:.1f} points\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Laws of the recovery arithmetic, summary.json and report.html, on a run folder that the test records itself."""
+"""Laws of summary.json and report.html, on a run folder that the test records itself."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.console import Console
 
 from megatron_mopd.errors import UserError
 from megatron_mopd.step_metrics import NOTHING, CellMetrics, Mean, StepMetrics
-from megatron_mopd.telemetry.record import Record
-from megatron_mopd.telemetry.recovery import CellScores, recovery_summary
+from megatron_mopd.telemetry.cell_scores import CellScores, Measured
+from megatron_mopd.telemetry.record import Record, read_record
 from megatron_mopd.telemetry.report import SECTIONS, write_report
 from megatron_mopd.telemetry.row import step_row
 from megatron_mopd.telemetry.summary import print_summary, write_summary
@@ -102,8 +102,13 @@ def record_run(folder: Path, steps: int = 60) -> Path:
 
 def cell_scores() -> list[CellScores]:
     return [
-        CellScores(c.domain, c.effort, *SCORES[c.domain][i % 3], 3.0 + 2 * (i % 3), 512) for i, c in enumerate(CELLS)
+        CellScores(c.domain, c.effort, *(Measured(s, s, 3.0 + 2 * (i % 3), 0.0, 512) for s in SCORES[c.domain][i % 3]))
+        for i, c in enumerate(CELLS)
     ]
+
+
+def summarise(folder: Path, wall_s: float = 93.5, layout: dict | None = None) -> dict:
+    return write_summary(folder, cell_scores(), read_record(folder), wall_s, layout or {})
 
 
 class Page(HTMLParser):
@@ -135,40 +140,9 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_recovery_equals_hand_computed_numbers() -> None:
-    cell = CellScores("general", "low", sft=0.2, teacher=0.6, student=0.5, tokens=3.0, prompts=100)
-    assert cell.recovery == pytest.approx(0.75)
-    # variances of the means: .25/100, .24/100, .16/100; gap .4; (.0025 + .5625 * .0024 + .0625 * .0016) / .16
-    assert cell.recovery_stderr == pytest.approx(math.sqrt(0.00395 / 0.16))
-    assert cell.stderr("student") == pytest.approx(0.05)
-
-
-def test_mean_recovery_caps_each_cell_before_averaging() -> None:
-    cells = [CellScores("a", "low", 0.0, 0.5, 0.8, 1, 10), CellScores("a", "max", 0.5, 1.0, 0.6, 1, 10)]
-    summary = recovery_summary(cells)
-    assert summary["mean_recovery_raw"] == pytest.approx((1.6 + 0.2) / 2)
-    assert summary["mean_recovery"] == pytest.approx((1.0 + 0.2) / 2)
-    assert summary["worst_recovery"] == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("teacher", [0.4, 0.3])
-def test_cell_whose_teacher_does_not_beat_sft_is_stated_and_left_out(teacher: float) -> None:
-    without = CellScores("a", "low", 0.4, teacher, 0.9, 1, 10)
-    summary = recovery_summary([without, CellScores("a", "max", 0.0, 1.0, 0.5, 1, 10)])
-    assert without.recovery is None
-    assert without.as_json()["recovery"] is None
-    assert (summary["mean_recovery"], summary["worst_recovery"], summary["cells_without_gap"]) == (0.5, 0.5, 1)
-    assert recovery_summary([without])["mean_recovery"] is None
-
-
-def test_scores_reject_a_number_that_is_no_share() -> None:
-    with pytest.raises(ValueError, match=r"a/low: teacher score 1\.2 is not in \[0, 1\]"):
-        CellScores("a", "low", 0.1, 1.2, 0.1, 1, 10)
-
-
 def test_summary_has_the_keys_of_the_interface_and_is_strict_json(tmp_path: Path) -> None:
     folder = record_run(tmp_path / "run")
-    written = write_summary(folder, cell_scores(), wall_s=93.5, layout={"tensor": 2, "expert": 2, "processes": 2})
+    written = summarise(folder, layout={"tensor": 2, "expert": 2, "processes": 2})
     summary = json.loads((folder / "summary.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} in JSON"))
     assert summary == written
     assert summary.keys() >= ISSUE_KEYS
@@ -181,7 +155,7 @@ def test_summary_has_the_keys_of_the_interface_and_is_strict_json(tmp_path: Path
 
 
 def test_printed_table_shows_every_cell_in_80_columns(tmp_path: Path) -> None:
-    summary = write_summary(record_run(tmp_path / "run"), cell_scores(), 93.5, {})
+    summary = summarise(record_run(tmp_path / "run"))
     out = io.StringIO()
     print_summary(summary, Console(file=out, width=80))
     text = out.getvalue()
@@ -193,7 +167,7 @@ def test_printed_table_shows_every_cell_in_80_columns(tmp_path: Path) -> None:
 
 def test_report_draws_every_series_and_needs_nothing_beside_it(tmp_path: Path) -> None:
     folder = record_run(tmp_path / "run")
-    write_summary(folder, cell_scores(), 93.5, {"tensor": 2, "expert": 2})
+    summarise(folder, layout={"tensor": 2, "expert": 2})
     text = write_report(folder).read_text()
     page = Page(text)
     wanted = {f"cell/{c.domain}/{c.effort}/{name}" for c in CELLS for _, name, _ in SECTIONS}
@@ -222,6 +196,21 @@ def test_report_shows_the_balance_of_each_cell(tmp_path: Path) -> None:
         shares = [float(x) / 100 for x in re.findall(r"<td>([\d.]+)%</td>", row[1])]
         assert [shares[0], shares[1], shares[3]] == pytest.approx([want[0], want[1], want[3]], abs=6e-4)
         assert "<td>1.00</td>" in row[1]
+
+
+def test_report_has_every_number_of_the_evaluation(tmp_path: Path) -> None:
+    folder = record_run(tmp_path / "run")
+    summary = summarise(folder)
+    text = write_report(folder).read_text()
+    for cell in summary["cells"]:
+        low, high = cell["interval"]["teacher"]
+        assert f"<td>teacher</td><td>{cell['teacher']:.3f}</td><td>{low:.3f} to {high:.3f}</td>" in text
+    for domain in summary["domains"]:
+        assert f"<td>{domain['teacher']:.3f}</td><td>{100 * domain['recovery']:.0f} ± " in text
+    assert f"{summary['oracle']['gap']:+.3f} ± " in text
+    old = {k: v for k, v in summary.items() if k != "oracle"}
+    (folder / "summary.json").write_text(json.dumps(old))
+    assert "Student against teacher" in write_report(folder).read_text()
 
 
 def test_report_keeps_secrets_of_the_configuration_out(tmp_path: Path) -> None:
