@@ -38,19 +38,22 @@ class Thinking(ABC):
 
     async def score(self, trajectory: Trajectory) -> Outcome:
         words = [self.words[i] for i in trajectory.response_ids]
-        correct, spent_tokens = self.judge(words, trajectory.loss_mask.tolist())
-        return Outcome(float(correct), spent_tokens)
+        return Outcome(await self.reward(words), self.spent(words, trajectory.loss_mask.tolist()))
 
     @abstractmethod
-    def judge(self, words: Sequence[str], sampled: Sequence[bool]) -> tuple[bool, int]:
-        """(correct, thinking tokens) of a response, which is complete if its last word is `<eos>`."""
+    async def reward(self, words: Sequence[str]) -> float:
+        """Of a response, which is complete if its last word is `<eos>`."""
+
+    def spent(self, words: Sequence[str], sampled: Sequence[bool]) -> int:
+        """Its thinking tokens."""
+        return sum(sampled[: words.index(ANSWER) if ANSWER in words else len(words)])
 
 
 class Sums(Thinking):
     """`<answer>` and the label must end the response."""
 
-    def judge(self, words: Sequence[str], sampled: Sequence[bool]) -> tuple[bool, int]:
-        return judge_answer(words, sampled, self.prompt.label)
+    async def reward(self, words: Sequence[str]) -> float:
+        return float(is_answered(words, self.prompt.label))
 
 
 class KeyTable(Thinking):
@@ -72,19 +75,21 @@ class KeyTable(Thinking):
         is_call = token_ids[-2:-1] == (self._call_id,)
         return Observation((self._value_ids[token_ids[-1]] if is_call else self._error_id,), done=False)
 
-    def judge(self, words: Sequence[str], sampled: Sequence[bool]) -> tuple[bool, int]:
-        return judge_answer(words, sampled, self.prompt.label)
+    async def reward(self, words: Sequence[str]) -> float:
+        return float(is_answered(words, self.prompt.label))
 
 
 class StackPrograms(Thinking):
     """The response without its comments is a program; the label is a list of [input, expected output]."""
 
-    def judge(self, words: Sequence[str], sampled: Sequence[bool]) -> tuple[bool, int]:
+    async def reward(self, words: Sequence[str]) -> float:
         code = [word for word in words if word not in COMMENTS and word != EOS]
         passes = all(run_program(code, value) == expected for value, expected in self.prompt.label)
-        return passes and words[-1] == EOS, sum(word in COMMENTS for word in words)
+        return float(passes and words[-1] == EOS)
+
+    def spent(self, words: Sequence[str], sampled: Sequence[bool]) -> int:
+        return sum(word in COMMENTS for word in words)
 
 
-def judge_answer(words: Sequence[str], sampled: Sequence[bool], label: str) -> tuple[bool, int]:
-    thinking = words.index(ANSWER) if ANSWER in words else len(words)
-    return list(words[thinking + 1 :]) == [label, EOS], sum(sampled[:thinking])
+def is_answered(words: Sequence[str], label: str) -> bool:
+    return ANSWER in words and list(words[words.index(ANSWER) + 1 :]) == [label, EOS]
