@@ -15,6 +15,8 @@ EXTRAS = {
     # Transformer Engine layers. NVIDIA's apex is not on PyPI: the package of that name there is something else.
     "gpu": ["transformer-engine[pytorch]>=2.9"],
     "wandb": ["wandb>=0.20", "tensorboard>=2.16"],
+    # Demonstrations in parquet files.
+    "parquet": ["pyarrow>=15"],
     # pyright runs on node, which its extra brings from PyPI.
     "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.14", "pyright[nodejs]", "pre-commit>=4"],
 }

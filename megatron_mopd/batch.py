@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -92,6 +93,21 @@ class Batch:
         columns = {name: column[tokens] for name, column in self.token_columns.items() if name in wanted}
         advantage = None if self.outcome_advantage is None else self.outcome_advantage[picked]
         return Batch(offsets=offsets, cell=self.cell[picked], cells=self.cells, outcome_advantage=advantage, **columns)
+
+    @classmethod
+    def from_rows(
+        cls,
+        token_ids: Sequence[Sequence[int]],
+        loss_masks: Sequence[Sequence[bool]],
+        cell: Sequence[int],
+        cells: Sequence[Cell],
+    ) -> Batch:
+        """Rows of demonstrations: nobody sampled or scored them."""
+        offsets = np.cumsum([0, *map(len, token_ids)], dtype=np.int64)
+        zeros = {name: np.zeros(offsets[-1], dtype) for name, dtype in TOKEN_COLUMNS.items()}
+        zeros["token_ids"] = np.fromiter(chain.from_iterable(token_ids), np.int32, int(offsets[-1]))
+        zeros["loss_mask"] = np.fromiter(chain.from_iterable(loss_masks), np.bool_, int(offsets[-1]))
+        return cls(offsets=offsets, cell=np.asarray(cell, np.int32), cells=tuple(cells), **zeros)
 
     @classmethod
     def from_graded(

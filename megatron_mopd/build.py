@@ -30,6 +30,7 @@ from megatron_mopd.telemetry.trace import NO_TRACE, Trace
 
 if TYPE_CHECKING:
     from megatron_mopd.mcore.learner import Learner
+    from megatron_mopd.prompts.demonstrations import Demonstration
     from megatron_mopd.prompts.render import Renderer
     from megatron_mopd.prompts.source import PromptSource
     from megatron_mopd.sglang.engine import FetchWeights
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from megatron_mopd.teachers.no_teacher import NoTeacher
     from megatron_mopd.teachers.router import Router
     from megatron_mopd.telemetry.run_log import RunLog
+    from megatron_mopd.types import Prompt
 
 
 class Publisher(Protocol):
@@ -126,9 +128,9 @@ def publisher(config: Config) -> Publisher:
         from megatron_mopd.sglang.broadcast import Broadcaster
 
         return Broadcaster(config)
-    from megatron_mopd.mcore.publish import FolderPublisher
+    from megatron_mopd.mcore.publish import FolderPublisher, NoEngine
 
-    return FolderPublisher(config.run.folder)
+    return NoEngine() if config.objective.name == "sft" else FolderPublisher(config.run.folder)
 
 
 def servers(config: Config) -> AbstractContextManager[None]:
@@ -158,7 +160,7 @@ class DriverParts:
     """What the driver draws, samples, routes and scores with."""
 
     config: Config
-    source: PromptSource
+    source: PromptSource[Prompt]
     renderer: Renderer
     sampling: Sampling
     router: Router | NoTeacher
@@ -189,6 +191,35 @@ def driver_parts(config: Config, fetch_weights: FetchWeights) -> DriverParts:
         lanes=lanes,
         store=TrajectoryStore(config.run.folder),
         trace=driver_trace,
+    )
+
+
+@dataclass(frozen=True)
+class DemonstratorParts:
+    """What supervised fine-tuning draws and renders with."""
+
+    config: Config
+    source: PromptSource[Demonstration]
+    renderer: Renderer
+    store: TrajectoryStore
+    trace: Trace
+    max_tokens: int
+    """Of a demonstration: what the student has positions for."""
+
+
+def demonstrator_parts(config: Config) -> DemonstratorParts:
+    from megatron_mopd.prompts.demonstrations import read_demonstrations
+    from megatron_mopd.prompts.render import Renderer
+    from megatron_mopd.prompts.source import PromptSource
+
+    demonstrations = read_demonstrations(config.demonstrations.files)
+    return DemonstratorParts(
+        config=config,
+        source=PromptSource(demonstrations, config.prompts, config.run.seed, "demonstration"),
+        renderer=Renderer(config.student.checkpoint, config.prompts.effort_variable),
+        store=TrajectoryStore(config.run.folder),
+        trace=trace_of(config, "driver"),
+        max_tokens=read_hf_config(config.student.checkpoint, "student.checkpoint")["max_position_embeddings"],
     )
 
 

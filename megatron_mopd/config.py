@@ -130,7 +130,7 @@ class Prompts(Table):
 
 class Demonstrations(Table):
     files: tuple[Path, ...] = ()
-    """JSONL or parquet, one demonstration a line: id, domain, messages; optional effort, tools, metadata."""
+    """JSONL or parquet, one demonstration a line: id, domain, messages; optional effort, metadata."""
     neutral_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of them that is rendered without the effort, as teachers read prompts."""
 

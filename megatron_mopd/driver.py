@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron_mopd import build
 from megatron_mopd.config import Config, load_config
+from megatron_mopd.demonstrator import Demonstrator
 from megatron_mopd.errors import UserError
 from megatron_mopd.link import Link, StepRequest
 from megatron_mopd.objectives.advantages import outcome_advantages
@@ -35,8 +36,15 @@ class Driver:
     """The four steps of the loop that need no gradient."""
 
     def __init__(self, parts: build.DriverParts) -> None:
-        self.parts = parts
+        self.parts, self.store = parts, parts.store
         self._has_taken_up = False
+
+    async def start(self) -> None:
+        await asyncio.gather(self.parts.sampling.engine.start(), self.parts.lanes.start())
+
+    async def close(self) -> None:
+        await self.parts.sampling.engine.close()
+        await self.parts.lanes.close()
 
     async def step(self, request: StepRequest) -> None:
         """Put the graded batch of `request.step`, sampled from `request.weights`, into the store."""
@@ -117,20 +125,26 @@ def check_cells(left: Sequence[Sampled], config: Config) -> None:
             )
 
 
+def driver_of(config: Config, link: Link) -> Driver | Demonstrator:
+    """Demonstrations are drawn like prompts, and then there is nothing to do but to render them."""
+    if config.objective.name == "sft":
+        return Demonstrator(build.demonstrator_parts(config))
+    return Driver(build.driver_parts(config, link.fetch_weights))
+
+
 async def serve(config: Config, link: Link) -> None:
     """Answer step requests until the trainer hangs up; a step that cannot be made is answered with its reason."""
     try:
-        driver = Driver(build.driver_parts(config, link.fetch_weights))
+        driver = driver_of(config, link)
     except UserError as error:
         return await _refuse(link, error)
-    engine, lanes = driver.parts.sampling.engine, driver.parts.lanes
     try:
         try:
-            await asyncio.gather(engine.start(), lanes.start())
+            await driver.start()
         except UserError as error:
             return await _refuse(link, error)
         while (request := await link.receive()) is not None:
-            if not driver.parts.store.has(request.step):
+            if not driver.store.has(request.step):
                 try:
                     await driver.step(request)
                 except UserError as error:
@@ -138,8 +152,7 @@ async def serve(config: Config, link: Link) -> None:
                     continue
             await link.reply(request.step)
     finally:
-        await engine.close()
-        await lanes.close()
+        await driver.close()
 
 
 async def _refuse(link: Link, error: UserError, request: StepRequest | None = None) -> None:

@@ -25,7 +25,10 @@ from megatron_mopd.types import Graded
 
 
 def hold_gate(config: Config) -> None:
-    """Print the initial KL of every teacher. Raises UserError where one is above the gate, or cannot be measured."""
+    """Print the initial KL of every teacher. Raises UserError where one is above the gate, or cannot be measured.
+    Nothing happens where no teacher is learnt from: a reference policy may be as far away as it likes."""
+    if not config.objective.distils:
+        return
     few = with_few_prompts(config)
     with build.servers(few):
         graded = asyncio.run(_grade(few))

@@ -23,6 +23,7 @@ from megatron_mopd.mcore.options import (
     split_megatron_table,
 )
 from megatron_mopd.objective_options import check_objective_options
+from megatron_mopd.prompts.demonstrations import read_demonstrations
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.resume import check_resume, read_facts
@@ -144,6 +145,10 @@ def check_rollout(config: Config, table: MegatronTable, hf_config: Mapping[str, 
 
 def check_prompts(config: Config) -> None:
     """Every file parses, every drawn cell has prompts, every prompt's environment is configured, and so are budgets."""
+    if config.objective.name == "sft":
+        demonstrations = read_demonstrations(config.demonstrations.files)
+        PromptSource(demonstrations, config.prompts, config.run.seed, "demonstration")
+        return
     if not config.prompts.files:
         raise UserError("prompts.files is empty; name files with prompts")
     for files in (config.prompts.files, config.prompts.eval_files):

@@ -14,6 +14,16 @@ import torch.distributed as dist
 from megatron_mopd.mcore.learner import Learner
 
 
+class NoEngine:
+    """Nobody samples from what is trained, so nobody is told of its weights."""
+
+    def publish(self, learner: Learner) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
 class FolderPublisher:
     """Writes RUN/weights/vXXXXXXXX, a Hugging Face folder, and keeps the version before it."""
 

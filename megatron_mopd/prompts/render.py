@@ -9,8 +9,9 @@ no variable the student reads none either: so it becomes the teacher of a cell.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
@@ -32,24 +33,37 @@ class Renderer:
         self._effort_variable = effort_variable
 
     def render(self, prompts: Sequence[Prompt]) -> list[RenderedPrompt]:
-        teacher_ids = self._encode(prompts, lambda p: {})
+        teacher_ids = self._encode(prompts, lambda p: None)
         student_ids = teacher_ids
-        if (variable := self._effort_variable) is not None:
-            student_ids = self._encode(prompts, lambda p: {variable: p.effort})
+        if self._effort_variable is not None:
+            student_ids = self._encode(prompts, lambda p: p.effort)
         return [
             RenderedPrompt(p, tuple(s), tuple(t)) for p, s, t in zip(prompts, student_ids, teacher_ids, strict=True)
         ]
 
-    def _text(self, prompt: Prompt, variables: dict[str, str]) -> str:
-        messages = [dict(m) for m in prompt.messages]
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], effort: str | None, name: str, add_generation_prompt: bool = False
+    ) -> str:
+        """The template's rendering; `effort` None: without one. `name` says whose messages they are."""
+        variables = {self._effort_variable: effort} if self._effort_variable is not None and effort is not None else {}
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+            return self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
         except (ValueError, TypeError, TemplateError) as error:  # what templates raise, and what their filters do
-            raise UserError(f"the student's chat template refuses prompt {prompt.id}: {error}") from error
+            raise UserError(f"the student's chat template refuses {name}: {error}") from error
 
-    def _encode(self, prompts: Sequence[Prompt], variables: Callable[[Prompt], dict[str, str]]) -> list[list[int]]:
-        texts = [self._text(p, variables(p)) for p in prompts]
-        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Each by itself, without tokens that the template has not written."""
+        return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an assistant's turn; none where the tokenizer names none."""
+        return frozenset() if self.tokenizer.eos_token_id is None else frozenset({self.tokenizer.eos_token_id})
+
+    def _encode(self, prompts: Sequence[Prompt], effort: Callable[[Prompt], str | None]) -> list[list[int]]:
+        encoded = self.encode([self.text(p.messages, effort(p), f"prompt {p.id}", True) for p in prompts])
         for prompt, ids in zip(prompts, encoded, strict=True):
             if not ids:
                 raise UserError(f"prompt {prompt.id} has no tokens in the student's vocabulary; remove it")

@@ -1,4 +1,4 @@
-"""The mixture: which prompts a step trains on.
+"""The mixture: which prompts, or demonstrations, a step trains on.
 
 Promises: step k draws the same prompts whatever ran before it (the position in every pool follows from the counts
 of steps 0..k-1, which are replayed, so a resume needs no state but the step); each (domain, effort) cell gets its
@@ -10,20 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from megatron_mopd.config import Prompts
 from megatron_mopd.errors import UserError
+from megatron_mopd.prompts.demonstrations import Demonstration
 from megatron_mopd.types import Cell, Prompt
 
+Drawn = TypeVar("Drawn", Prompt, Demonstration)
 
-class PromptSource:
-    """Draws `config.batch_size` prompts per step from the pools of the cells."""
 
-    def __init__(self, prompts: Sequence[Prompt], config: Prompts, seed: int) -> None:
+class PromptSource(Generic[Drawn]):
+    """Draws `config.batch_size` prompts, or demonstrations, per step from the pools of the cells."""
+
+    def __init__(self, prompts: Sequence[Drawn], config: Prompts, seed: int, kind: str = "prompt") -> None:
         self._cells = config.cells
-        self._pools = {cell: cell_pool(prompts, cell) for cell in self._cells}
+        self._pools = {cell: cell_pool(prompts, cell, kind) for cell in self._cells}
         self._seed = seed
         shares = np.array([config.mixture[c.domain] * config.efforts[c.effort] for c in self._cells])
         self._quota_upto = np.cumsum(shares / shares.sum()) * config.batch_size
@@ -32,7 +36,7 @@ class PromptSource:
         self._step = 0
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
-    def draw(self, step: int) -> list[Prompt]:
+    def draw(self, step: int) -> list[Drawn]:
         """The prompts of `step`, grouped by cell, each with its effort."""
         if step < self._step:
             self._drawn[:], self._step = 0, 0
@@ -50,7 +54,7 @@ class PromptSource:
         start = np.random.default_rng([self._seed, step, 1]).random()
         return np.diff(np.floor(self._quota_upto + start).astype(np.int64), prepend=0)
 
-    def _pick(self, cell_index: int, position: int) -> Prompt:
+    def _pick(self, cell_index: int, position: int) -> Drawn:
         cell = self._cells[cell_index]
         pool = self._pools[cell]
         epoch, index = divmod(position, len(pool))
@@ -66,11 +70,11 @@ class PromptSource:
         return kept[1]
 
 
-def cell_pool(prompts: Sequence[Prompt], cell: Cell) -> list[Prompt]:
-    """The prompts that may be drawn for `cell`."""
+def cell_pool(prompts: Sequence[Drawn], cell: Cell, kind: str = "prompt") -> list[Drawn]:
+    """Those that may be drawn for `cell`."""
     pool = [p for p in prompts if p.domain == cell.domain and p.effort in ("", cell.effort)]
     if not pool:
         raise UserError(
-            f"no prompt for {cell}; add some to prompts.files or remove it from prompts.mixture / prompts.efforts"
+            f"no {kind} for {cell}; add some to {kind}s.files or remove it from prompts.mixture / prompts.efforts"
         )
     return pool
