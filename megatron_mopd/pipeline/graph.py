@@ -5,7 +5,7 @@
     variables: {seed: 0}               # `mopd pipeline FILE variables.seed=1`
     stages:
       - name: sft
-        command: [mopd, train, sft.yaml, run.seed=$seed, run.folder=$folder/sft]
+        command: [mopd, train, sft.yaml, run.folder=$folder/sft, run.seed=$seed]
         produces: $folder/sft
       - name: eval
         needs: [sft]
@@ -28,7 +28,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from megatron_mopd.config import Count, Table
 from megatron_mopd.errors import UserError
@@ -45,13 +45,22 @@ class Stage(Table):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # it names files and jobs
     needs: tuple[str, ...] = ()
     command: tuple[str, ...] = Field(min_length=1)
-    """Words, no shell. `mopd` and `python` are those of the environment that runs the pipeline."""
+    """Words, no shell. `mopd` and `python` are those of the environment that runs the pipeline. A list among them
+    stands for its words, so that stages can share some (`&name [...]`, `*name`)."""
     produces: Path
-    """File or folder that is there when the command has succeeded."""
+    """All that the command leaves behind, as one file or folder: of `mopd train` the run's folder. It is there when
+    the command has succeeded, and is moved aside when the stage is made from something else."""
     inputs: tuple[Path, ...] = ()
     """Files that the stage is made from, beside those that stand in `command` and those that other stages make."""
     slurm: SlurmOptions = Field(default={})
     """Over those of the pipeline."""
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _flat(cls, command: Any) -> Any:
+        if not isinstance(command, list):
+            return command
+        return [word for part in command for word in (part if isinstance(part, list) else [part])]
 
 
 class Pipeline(Table):

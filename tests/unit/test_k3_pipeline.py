@@ -1,0 +1,78 @@
+"""The miniature's pipeline, read without running: every stage's configuration is whole, and at home in one folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_mopd.config import Config, load_config, split_arguments
+from megatron_mopd.objective_options import check_objective_options
+from megatron_mopd.pipeline.graph import Pipeline, Stage, load_pipeline
+from megatron_mopd.teachers.router import Router
+from megatron_mopd.types import Cell
+
+ROOT = Path(__file__).parents[2]
+FILE = Path("examples/k3_miniature/pipeline.yaml")
+LEVELS = ("max", "high", "low")
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    monkeypatch.chdir(ROOT)
+    return load_pipeline(FILE, ["folder=runs/elsewhere", "variables.seed=7"])
+
+
+def config_of(stage: Stage) -> Config:
+    return load_config(*split_arguments(stage.command[2:]))
+
+
+def paths_of(value: object) -> list[Path]:
+    if isinstance(value, Path):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [path for part in parts for path in paths_of(part)]
+
+
+def test_every_stage_reads_and_writes_in_the_pipelines_folder_alone(pipeline: Pipeline) -> None:
+    for stage in pipeline.stages:
+        if stage.command[:2] not in (("mopd", "train"), ("mopd", "eval")):
+            continue
+        config = config_of(stage)
+        check_objective_options(config)
+        assert config.run.seed == 7
+        paths = paths_of(config.model_dump(exclude={"sglang"}))
+        assert len(paths) > 2
+        assert [path for path in paths if not path.is_relative_to(pipeline.folder)] == [], stage.name
+        made_before = [pipeline.by_name[name].produces for name in pipeline.ancestors[stage.name]]
+        for path in paths:
+            assert any(path.is_relative_to(product) for product in (stage.produces, config.run.folder, *made_before))
+
+
+def test_each_domain_is_one_chain_whose_levels_become_its_teachers(pipeline: Pipeline) -> None:
+    for domain in ("general", "agents", "coding"):
+        before = "sft"
+        for level in LEVELS:
+            stage = pipeline.stage(f"{domain}-{level}")
+            config = config_of(stage)
+            assert stage.needs == (before,)
+            assert config.prompts.cells == (Cell(domain, level),)
+            assert config.student.checkpoint == pipeline.by_name[before].produces / "student"
+            assert config.run.folder == stage.produces
+            if config.objective.needs_teachers:
+                Router(config.teachers.models, config.prompts.cells)
+                assert {t.checkpoint for t in config.teachers.models} == {pipeline.folder / "sft" / "student"}
+            before = stage.name
+    for name in ("mopd", "eval"):
+        config = config_of(pipeline.stage(name))
+        for teacher in config.teachers.models:
+            assert teacher.checkpoint == pipeline.stage(str(teacher.cell).replace("/", "-")).produces / "student"
+        assert config.student.checkpoint == pipeline.folder / "sft" / "student"
+
+
+def test_the_file_runs_in_the_folder_that_the_configurations_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `mopd eval examples/k3_miniature/mopd.yaml` reads what the pipeline has made."""
+    monkeypatch.chdir(ROOT)
+    pipeline = load_pipeline(FILE)
+    mopd = pipeline.stage("mopd")
+    assert config_of(mopd) == load_config([mopd.command[2]])
