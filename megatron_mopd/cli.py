@@ -9,6 +9,7 @@
     mopd report RUN                     write RUN/report.html
     mopd pipeline FILE [a.b=c ...]      run the stages of a YAML graph that are not done (--status: say which those are;
                                         --stage NAME: run that one alone)
+    mopd budgets CONFIG [a.b=c ...]     measure what each prompt takes (b0) on student.checkpoint: RUN/prompts
     mopd serve CONFIG [a.b=c ...]       keep the run's servers until Ctrl-C; `mopd train` then uses them
     mopd serve-teacher CONFIG [...]     serve the teachers on the backend megatron (service.num_processes ranks) until
                                         Ctrl-C; other runs then name its URL in service.urls
@@ -85,6 +86,7 @@ def _dispatch(words: list[str]) -> int | None:
         "train": _train,
         "preflight": _preflight,
         "eval": _eval,
+        "budgets": _budgets,
         "serve": _serve,
         "serve-teacher": _serve_teacher,
     }
@@ -117,6 +119,16 @@ def _eval(config: Config, words: list[str]) -> None:
     from megatron_mopd.evaluate import evaluate_run
 
     evaluate_run(config)
+
+
+def _budgets(config: Config, words: list[str]) -> None:
+    from megatron_mopd.preflight import check_before_sampling
+
+    check_before_sampling(config)
+    from megatron_mopd.budgets import summary_lines, write_budgets
+
+    print("\n".join(summary_lines(write_budgets(config))))
+    print(f"{config.run.folder}/prompts holds the prompts with their budget_tokens")
 
 
 def _serve(config: Config, words: list[str]) -> int:

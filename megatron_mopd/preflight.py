@@ -51,13 +51,33 @@ def preflight(config: Config, world_size: int) -> str:
         coverage = Router(config.teachers.models, config.prompts.cells).coverage()
     padding = check_teachers(config)
     check_objective(config, hf_config)
-    for name, environment in config.environments.items():
-        check_options(name, environment, load_factory(name, environment.factory))
+    check_environments(config)
     check_rollout(config, table, hf_config)
     check_prompts(config)
     check_domains(config)
     check_sinks(config.telemetry)
     return "\n".join(filter(None, (coverage, *padding, *server_lines(config), check_resume(config, world_size))))
+
+
+def check_before_sampling(config: Config) -> None:
+    """What only the initial student is sampled for: a run of `mopd budgets`."""
+    hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
+    check_student(config.student.checkpoint, hf_config)
+    check_run_folder(config.run.folder)
+    check_environments(config)
+    for files in (config.prompts.files, config.prompts.eval_files):
+        check_environments_of(read_prompts(files), config)
+
+
+def check_environments(config: Config) -> None:
+    for name, environment in config.environments.items():
+        check_options(name, environment, load_factory(name, environment.factory))
+
+
+def check_environments_of(prompts: Sequence[Prompt], config: Config) -> None:
+    for prompt in prompts:
+        if prompt.environment not in config.environments:
+            raise UserError(f"prompt {prompt.id} wants environment {prompt.environment!r}; add it under environments:")
 
 
 def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:
@@ -153,11 +173,7 @@ def check_prompts(config: Config) -> None:
         raise UserError("prompts.files is empty; name files with prompts")
     for files in (config.prompts.files, config.prompts.eval_files):
         prompts = read_prompts(files)
-        for prompt in prompts:
-            if prompt.environment not in config.environments:
-                raise UserError(
-                    f"prompt {prompt.id} wants environment {prompt.environment!r}; add it under environments:"
-                )
+        check_environments_of(prompts, config)
         if files:
             PromptSource(prompts, config.prompts, config.run.seed)
             check_budgets(config, prompts)

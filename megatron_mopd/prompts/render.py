@@ -41,6 +41,11 @@ class Renderer:
             RenderedPrompt(p, tuple(s), tuple(t)) for p, s, t in zip(prompts, student_ids, teacher_ids, strict=True)
         ]
 
+    def render_neutral(self, prompts: Sequence[Prompt]) -> list[RenderedPrompt]:
+        """Nobody reads an effort."""
+        ids = self._encode(prompts, lambda p: None)
+        return [RenderedPrompt(p, tuple(i), tuple(i)) for p, i in zip(prompts, ids, strict=True)]
+
     def text(
         self, messages: Sequence[Mapping[str, Any]], effort: str | None, name: str, add_generation_prompt: bool = False
     ) -> str:

@@ -1,4 +1,4 @@
-"""Law: what is learnt from a demonstration are exactly the assistant's tokens, with tools, observations and thinking."""
+"""Law: what is learnt from a demonstration are exactly the assistant's tokens, whatever else is in it."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_parquet_holds_the_same(tmp_path: Path, as_text: bool) -> None:
     from_parquet = read_demonstrations([tmp_path / "d.parquet"])
     assert from_parquet == read_demonstrations([write(tmp_path, LINE, other)])
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="cut.parquet is not a parquet file"):
+    with pytest.raises(UserError, match=r"cut\.parquet is not a parquet file"):
         read_demonstrations([tmp_path / "cut.parquet"])
 
 
