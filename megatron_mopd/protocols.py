@@ -135,6 +135,15 @@ class EnvironmentFactory(Protocol):
     def __call__(self, prompt: Prompt, tokenizer: object, **options: object) -> Environment: ...
 
 
+@runtime_checkable
+class PromptChecker(EnvironmentFactory, Protocol):
+    """One that can tell whether a prompt has what its environment needs, before anything is built."""
+
+    def check_prompt(self, prompt: Prompt, **options: object) -> None:
+        """Raise UserError, which names the prompt and what it lacks."""
+        ...
+
+
 class Verifier(Protocol):
     """Judges what a student ended with; environments call it (verifiers/). One instance serves many prompts at once."""
 

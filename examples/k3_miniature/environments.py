@@ -34,6 +34,10 @@ class Verified(quickstart.Thinking):
         self._name, self._verifier = verifier, load_verifier(verifier, {})
         check(verifier, self._verifier, prompt)
 
+    @classmethod
+    def check_prompt(cls, prompt: Prompt, *, verifier: str) -> None:
+        check(verifier, load_verifier(verifier, {}), prompt)
+
     async def reward(self, words: Sequence[str]) -> float:
         if words[-1] != EOS:
             return 0.0

@@ -36,6 +36,12 @@ class VerifiedTurn:
         self._end_id = None if end_of_thinking is None else _token_id(tokenizer, end_of_thinking)
         self.stop_token_ids = (tokenizer.eos_token_id,)
 
+    @classmethod
+    def check_prompt(
+        cls, prompt: Prompt, *, verifier: str, verifier_options: Mapping[str, Any] | None = None, **_: object
+    ) -> None:
+        check(verifier, load_verifier(verifier, verifier_options or {}), prompt)
+
     async def step(self, token_ids: tuple[int, ...]) -> Observation:
         return Observation((), done=True)
 

@@ -151,8 +151,9 @@ def test_a_task_without_its_label_is_refused_before_it_is_sampled(tokenizer, dom
     entry = CONFIG.environments[ENVIRONMENTS[domain]]
     factory = getattr(environments, entry.factory.partition(":")[2])
     prompt = Prompt("general-7", domain, "max", "e", (), None, {"table": {}})
-    with pytest.raises(UserError, match="prompt general-7 cannot be judged by verifier"):
-        factory(prompt, tokenizer, **entry.options)
+    for refuse in (factory.check_prompt, lambda p, **options: factory(p, tokenizer, **options)):
+        with pytest.raises(UserError, match="prompt general-7 cannot be judged by verifier"):
+            refuse(prompt, **entry.options)
 
 
 def test_difficulty_is_the_number_of_steps():
