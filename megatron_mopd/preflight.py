@@ -26,6 +26,7 @@ from megatron_mopd.objective_options import check_objective_options
 from megatron_mopd.prompts.demonstrations import read_demonstrations
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
+from megatron_mopd.protocols import PromptChecker
 from megatron_mopd.resume import check_resume, read_facts
 from megatron_mopd.rollout.environments import check_options, load_factory
 from megatron_mopd.servers.wanted import check_servers, server_lines
@@ -75,9 +76,14 @@ def check_environments(config: Config) -> None:
 
 
 def check_environments_of(prompts: Sequence[Prompt], config: Config) -> None:
+    """There is one for every prompt, and it finds in the prompt what it needs."""
+    factories = {name: load_factory(name, table.factory) for name, table in config.environments.items()}
+    checkers = {name: factory for name, factory in factories.items() if isinstance(factory, PromptChecker)}
     for prompt in prompts:
         if prompt.environment not in config.environments:
             raise UserError(f"prompt {prompt.id} wants environment {prompt.environment!r}; add it under environments:")
+        if prompt.environment in checkers:
+            checkers[prompt.environment].check_prompt(prompt, **config.environments[prompt.environment].options)
 
 
 def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:
