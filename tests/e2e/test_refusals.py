@@ -34,7 +34,7 @@ def refusal(mopd, run_folder, *overrides, command="train"):
         ("launch.num_processes=3", "3 processes"),
         ("megatron.tensor_model_parallel_size=8", "attention heads (4)"),
         ("megatron.expert_model_parallel_size=3", "experts (8)"),
-        ("objective.name=sft", "`mopd train` takes mopd, topk and full_kl"),
+        ("objective.name=sft", "teachers.models is set, and objective.name=sft does not use it; remove it"),
         ("objective.name=full_kl", "which the embedded backend does not give; set teachers.backend=megatron"),
         ("sglang.weight_transport=distributed", "set rollout.engine=sglang, or remove the option"),
         ("environments.sums.factory=examples.quickstart.environments:Summs", "environments.sums.factory"),

@@ -151,9 +151,22 @@ class TestRow:
         stale = {cell: replace(m, mismatch=NOTHING, mismatch_kl=NOTHING) for cell, m in full.cells.items()}
         without = row_of(1).keys() - step_row(replace(full, cells=stale), rollout_metrics(), SECONDS).keys()
         assert {"train/mismatch_mean", "train/mismatch_max", "cell/general/low/mismatch_kl"} < without
+        outcomes = step_row(replace(full, has_teacher=False), rollout_metrics(), SECONDS)
+        assert not [key for key in outcomes if "reverse_kl" in key or "clip_fraction" in key or "masked" in key]
+        assert {"train/mismatch_mean", "rollout/reward", "cell/general/low/mismatch_mean"} <= outcomes.keys()
         demonstrations = step_row(full, None, SECONDS)
         assert "train/loss" in demonstrations
         assert not [key for key in demonstrations if "reverse_kl" in key or key.startswith("rollout/")]
+
+    def test_budgets_and_ratios_are_of_what_has_them(self) -> None:
+        rollout, metrics = rollout_metrics(), learner_metrics(1)
+        rollout["cells"]["general/low"] |= {"over_budget": 0.25, "tau": 0.34}
+        clipped = replace(metrics.cells[CELLS[0]], ratio_clipped=Mean(0.5, 30))
+        row = step_row(replace(metrics, cells={**metrics.cells, CELLS[0]: clipped}), rollout, SECONDS)
+        assert (row["rollout/over_budget"], row["cell/general/low/tau"]) == (0.25, 0.34)
+        assert row["train/ratio_clipped"] == row["cell/general/low/ratio_clipped"] == 0.5
+        absent = ("cell/general/max/over_budget", "rollout/training_reward", "train/ratio_masked", "rollout/tau")
+        assert not set(absent) & row.keys()
 
     def test_every_key_is_registered_with_its_meaning(self) -> None:
         for key in row_of(1):
