@@ -10,14 +10,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from megatron_mopd.config import split_arguments
 from megatron_mopd.errors import UserError
 from megatron_mopd.pipeline import local, slurm
 from megatron_mopd.pipeline.graph import load_pipeline
 from megatron_mopd.pipeline.stage import run_stage
-from megatron_mopd.pipeline.table import print_status
 
 USAGE = "usage: mopd pipeline FILE [a.b=c ...] [--status | --stage NAME]"
 
@@ -30,11 +27,14 @@ def run_command(words: list[str]) -> int:
     pipeline = load_pipeline(Path(files[0]), overrides)
     if name is not None:
         return run_stage(pipeline, pipeline.stage(name))
-    console = Console()
     if not show and pipeline.launcher == "slurm":
         return slurm.submit(pipeline, words, _say)
     code = 0 if show else local.run_here(pipeline, words, _say)
-    print_status(pipeline, console)
+    from rich.console import Console  # not before: a stage does not need it
+
+    from megatron_mopd.pipeline.table import print_status
+
+    print_status(pipeline, Console())
     return code
 
 

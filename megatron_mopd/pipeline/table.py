@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ def print_status(pipeline: Pipeline, console: Console) -> bool:
     """Print the table; whether all is done."""
     lines = status(pipeline)
     num_done = sum(line.state == "done" for line in lines)
-    table = Table(title=f"{num_done} of {len(lines)} stages done", title_style="bold")
+    table = Table(title=f"{pipeline.folder}: {num_done} of {len(lines)} stages done", title_style="bold")
     for name in ("stage", "state", "seconds", "product", "note"):
         table.add_column(name, justify="right" if name == "seconds" else "left", overflow="fold")
     for line in lines:
@@ -69,7 +70,7 @@ def print_status(pipeline: Pipeline, console: Console) -> bool:
             Text(line.stage.name),
             Text(line.state, style=COLOURS.get(line.state, "dim")),
             "" if seconds is None else f"{seconds:.0f}",
-            Text(str(line.stage.produces)),
+            Text(os.path.relpath(line.stage.produces, pipeline.folder)),
             Text(line.note),
         )
     console.print(table)

@@ -36,10 +36,11 @@ def paths_of(value: object) -> list[Path]:
 
 def test_every_stage_reads_and_writes_in_the_pipelines_folder_alone(pipeline: Pipeline) -> None:
     for stage in pipeline.stages:
-        if stage.command[:2] not in (("mopd", "train"), ("mopd", "eval")):
+        if stage.command[:2] not in (("mopd", "train"), ("mopd", "eval"), ("mopd", "budgets")):
             continue
         config = config_of(stage)
-        check_objective_options(config)
+        if stage.command[1] == "train":
+            check_objective_options(config)
         assert config.run.seed == 7
         paths = paths_of(config.model_dump(exclude={"sglang"}))
         assert len(paths) > 2
