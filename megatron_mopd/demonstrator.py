@@ -6,6 +6,8 @@ Promise: the batch of a step follows from the configuration and the step alone.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
 from megatron_mopd import build
@@ -48,6 +50,12 @@ class Demonstrator:
             for d, neutral, c in zip(drawn, is_neutral, conversations, strict=True)
         ]
         self.store.write_demonstrations(request.step, batch, rows)
+
+    async def look_ahead(self, step: int) -> None:
+        """Make the batch of a coming step while the trainer updates: it needs nothing of the trainer."""
+        if step < self.parts.config.run.num_steps and not self.store.has(step):
+            with suppress(UserError):  # said when that step is asked for
+                await self.step(StepRequest(step, None, step))
 
     def check_lengths(self, drawn: list[Demonstration], conversations: list[Conversation]) -> None:
         for demonstration, conversation in zip(drawn, conversations, strict=True):

@@ -73,6 +73,9 @@ class Driver:
         else:
             check_late(graded, self.parts.config)
 
+    async def look_ahead(self, step: int) -> None:
+        """The next step is sampled from weights that are still to come."""
+
     async def sample(self, request: StepRequest) -> None:
         p = self.parts
         prompts = p.renderer.render(p.source.draw(request.step))  # 1 DRAW
@@ -151,6 +154,7 @@ async def serve(config: Config, link: Link) -> None:
                     await _refuse(link, error, request)
                     continue
             await link.reply(request.step)
+            await driver.look_ahead(request.step + 1)
     finally:
         await driver.close()
 

@@ -51,7 +51,9 @@ def _pieces(renderer: Renderer, demonstration: Demonstration, is_neutral: bool) 
         if message["role"] != "assistant":
             continue
         for upto, generates in ((i, True), (i + 1, False)):
-            text = renderer.text(messages[:upto], effort, name, add_generation_prompt=generates)
+            text = whole
+            if generates or upto < len(messages):
+                text = renderer.text(messages[:upto], effort, name, add_generation_prompt=generates)
             if not whole.startswith(text) or len(text) < at:
                 raise UserError(
                     f"{name}: the student's chat template writes message {upto} differently when others follow it; "
