@@ -37,6 +37,8 @@ def _line(stage: Stage, stamps: Stamps, done: set[str]) -> Line:
     state, note = _unfinished_state(record, is_locked(stamps.lock_file(stage))), ""
     if missing := [need for need in stage.needs if need not in done]:
         note = f"waits for {', '.join(missing)}"
+    elif record is None and state != "running":
+        state = "ready"
     elif state == "failed":
         note = f"see {stamps.log_file(stage)}"
     return Line(stage, state, record, note)

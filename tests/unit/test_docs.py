@@ -14,6 +14,7 @@ from megatron_mopd import cli
 from megatron_mopd.config import Config, Table, Teacher, load_config
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore.layout import Layout
+from megatron_mopd.pipeline.graph import load_pipeline
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.teachers.router import Router
 from megatron_mopd.types import Cell
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
 PAGES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in FILES}
 README = PAGES["README.md"]
+PIPELINES = "docs/pipeline.md"
 TOP = {p.name for p in ROOT.iterdir()} - {".venv", "runs"}  # made by the commands, not part of the repository
 
 
@@ -44,10 +46,22 @@ def commands() -> Iterator[str]:
 
 def test_every_yaml_block_is_a_configuration(tmp_path: Path) -> None:
     """The first is complete, the others overlay it."""
-    files = [tmp_path / f"{number}.yaml" for number, _ in enumerate(blocks("yaml"))]
-    for file, (_, text) in zip(files, blocks("yaml"), strict=True):
+    texts = [text for page, text in blocks("yaml") if page != PIPELINES]
+    files = [tmp_path / f"{number}.yaml" for number, _ in enumerate(texts)]
+    for file, text in zip(files, texts, strict=True):
         file.write_text(text)
         load_config([files[0], file])
+
+
+def test_every_yaml_block_of_its_page_is_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is complete, the others say more."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/eval.jsonl").touch()
+    first, *others = (text for page, text in blocks("yaml") if page == PIPELINES)
+    for text in ("", *others):
+        Path("pipeline.yaml").write_text(first + text)
+        load_pipeline(Path("pipeline.yaml"))
 
 
 def test_every_json_block_is_a_prompt(tmp_path: Path) -> None:
