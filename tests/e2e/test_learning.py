@@ -76,8 +76,13 @@ def grpo(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Mopd:
         student={"checkpoint": base},
         teachers={"models": [reference]},
         environments={"sums": {"factory": "tests.toy_environment:FirstHalf"}},
-        prompts={"files": [str(world / "one/prompts/general.jsonl")], "batch_size": 8, "samples_per_prompt": 8}
-        | {"effort_variable": None},
+        prompts={
+            "files": [str(world / "one/prompts/general.jsonl")],
+            "eval_files": [],
+            "batch_size": 8,
+            "samples_per_prompt": 8,
+            "effort_variable": None,
+        },
         objective={"name": "grpo", "beta": 0.01, "ratio": {"clip_low": 0.2, "clip_high": 0.3, "mask_high": 10.0}},
         budgets={"start": 2.0},
     )
