@@ -139,12 +139,12 @@ def test_reinforcement_learning_resumes_bitwise_over_the_lanes_of_its_reference(
 
 def test_rewards_rise(grpo: Mopd, tmp_path: Path) -> None:
     """Without a reference: nothing is scored."""
-    words = ("objective.beta=0", "teachers.models=[]", "run.num_steps=12", "run.save_every_steps=12")
+    words = ("objective.beta=0", "teachers.models=[]", "run.num_steps=6", "run.save_every_steps=6")
     result = grpo("train", f"run.folder={tmp_path / 'run'}", *ONE_CELL, *words)
     assert result.returncode == 0, result.stderr
     rewards = [row["rollout/reward"] for row in metrics(tmp_path / "run")]
     assert rewards[0] < 0.7
-    assert min(rewards[-3:]) > 0.9
+    assert min(rewards[-2:]) > 0.9
     assert "train/reverse_kl" not in metrics(tmp_path / "run")[0]
 
 
