@@ -31,7 +31,7 @@ GRACE_S = 45.0
 LOCK_WAIT_S = GRACE_S + 15.0
 """What a killed stage may need to end."""
 POLL_S = 0.05
-LAST_LINES = 12
+LAST_LINES, LAST_BYTES = 12, 1 << 16
 PR_SET_PDEATHSIG = 1
 
 
@@ -157,6 +157,8 @@ def _reason(code: int, stage: Stage) -> str | None:
 
 
 def _say_failure(stage: Stage, reason: str, log_file: Path) -> None:
-    lines = log_file.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    with log_file.open("rb") as log:
+        log.seek(-min(LAST_BYTES, log_file.stat().st_size), os.SEEK_END)
+        lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
     quoted = "".join(f"    {line}\n" for line in lines)
     print(f"stage {stage.name} {reason}; the end of {log_file}:\n{quoted}", end="", file=sys.stderr, flush=True)

@@ -42,6 +42,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "pipeline.yaml"
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "make.py").write_text(MAKE)
 
     def write(self, *stages: dict[str, Any], **fields: Any) -> None:
@@ -237,6 +238,22 @@ def test_whoever_is_ended_nothing_stays_and_a_rerun_goes_on(world: World, victim
     world.write(world.stage("a"), world.stage("b", "a", seconds=0.0))  # another key, so that it ends soon
     assert world()[0] == 0
     assert world.starts("a") == 1
+
+
+def test_a_pipeline_may_be_a_stage_of_another(world: World, tmp_path: Path) -> None:
+    """Several seeds of one, say. Ended from outside, it goes on inside."""
+    inner = World(tmp_path / "inner")
+    inner.write(inner.stage("a"), inner.stage("b", "a", seconds=2.0), folder=str(tmp_path / "run/n"))
+    world.write(world.stage("n", command=["mopd", "pipeline", str(inner.file)]))
+    process = world.start()
+    while not (tmp_path / "run/n/b/starts").is_file():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    world.assert_nothing_is_left()
+    assert world()[0] == 0
+    assert [len((tmp_path / "run/n" / name / "starts").read_text().splitlines()) for name in "ab"] == [1, 2]
 
 
 def test_a_stage_waits_for_the_one_that_is_at_work_and_then_finds_it_done(world: World) -> None:
