@@ -4,8 +4,8 @@ Each run has a folder of its own that is removed, no environment variables, limi
 files, a wall-clock limit, and, where the kernel grants it, no network and no process that outlives it (child.py).
 
 Promises (tests/unit/test_sandbox.py): a program's fault is an Execution and never an exception; nothing that it started
-is left; what it prints is cut at `output_bytes`. It is no wall against an attacker: programs read what the user can
-read. Where that matters, run the driver in a container.
+is left; what it prints is cut at `output_bytes`; where there are no namespaces, a line on stderr says so. It is no wall
+against an attacker: programs read what the user can read. Where that matters, run the driver in a container.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class ProcessSandbox:
                 raise UserError(f"sandbox: {name}={value!r} must be a whole number of at least 1")
         self._timeout_s, self._cpu_s, self._output_bytes = timeout_s, cpu_s, output_bytes
         self._memory_bytes = memory_mb << 20
+        self._has_said = False
         self._threads = ThreadPoolExecutor(max_processes, thread_name_prefix="sandbox")
 
     async def run(self, program: str, stdin: str) -> Execution:
@@ -74,8 +75,19 @@ class ProcessSandbox:
             except UnicodeEncodeError as error:  # half of a surrogate pair
                 return Execution("", f"not a text: {error}", "refused"), False
             ended, isolated = self._execute(folder)
+            if not isolated:
+                self._say_once()
             out, err = (self._read(folder / stream) for stream in ("stdout", "stderr"))
         return Execution(out, err, ended), isolated
+
+    def _say_once(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            print(
+                "sandbox: the kernel gives this user no namespaces; sandboxed programs have this machine's network",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _execute(self, folder: Path) -> tuple[int | str, bool]:
         status, status_end = os.pipe()
@@ -87,7 +99,7 @@ class ProcessSandbox:
             try:
                 process.wait(self._timeout_s + GRACE_S)
             except subprocess.TimeoutExpired:
-                return "timeout", False
+                return "timeout", True  # nothing is known of its namespaces
             finally:
                 _kill_group(process)
             words = reader.read().decode().split()

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import Execution
+from megatron_mopd.sandbox import process
 from megatron_mopd.sandbox.process import ProcessSandbox
 
 SANDBOX = ProcessSandbox(timeout_s=1, cpu_s=5, memory_mb=256, output_bytes=1000, max_processes=2)
@@ -77,6 +78,19 @@ def test_nothing_of_a_program_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
     words = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [word for word in words if mark.encode() in word]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_kernel_without_namespaces_is_named_and_the_other_limits_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = tmp_path / "child.py"
+    child.write_text(process.CHILD.read_text().replace("isolated = isolate()", "isolated = False"))
+    monkeypatch.setattr(process, "CHILD", child)
+    sandbox = ProcessSandbox(timeout_s=1)
+    assert not sandbox.is_isolated
+    assert sandbox.run_blocking("while True: pass", "").ended == "timeout"
+    assert sandbox.run_blocking("print(input())", "a").stdout == "a\n"
+    assert capfd.readouterr().err.count("no namespaces") == 1
 
 
 def test_a_program_cannot_say_how_it_ended() -> None:
