@@ -172,6 +172,7 @@ def _row(graded: Graded) -> dict[str, Any]:
         "prompt": t.prompt.prompt.id,
         "domain": t.prompt.prompt.domain,
         "effort": t.prompt.prompt.effort,
+        "group": t.group,
         "teacher": graded.teacher,
         "finish_reason": t.finish_reason,
         "segments": len(t.segments),

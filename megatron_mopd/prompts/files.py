@@ -11,7 +11,6 @@ own. A line that is not such an object is refused with its file and number.
 from __future__ import annotations
 
 import json
-import math
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron_mopd.types import Prompt
 
 REQUIRED = ("id", "domain", "environment", "messages")
 OPTIONAL = ("effort", "label", "metadata", "budget_tokens")
+MOST_TOKENS = 1e12
 
 
 def read_prompts(files: Iterable[Path]) -> list[Prompt]:
@@ -64,7 +64,7 @@ def _parse(line: bytes, where: str) -> Prompt:
     if not isinstance(row.get("metadata") or {}, dict):
         raise UserError(f"{where}: 'metadata' must be an object, not {reprlib.repr(row['metadata'])}")
     budget = row.get("budget_tokens")
-    if budget is not None and not (type(budget) in (int, float) and 0 < budget < math.inf):
+    if budget is not None and not (type(budget) in (int, float) and 0 < budget < MOST_TOKENS):
         raise UserError(f"{where}: 'budget_tokens' must be a number above 0, not {reprlib.repr(budget)}")
     messages = row["messages"]
     if not (

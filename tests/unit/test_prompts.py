@@ -54,6 +54,7 @@ def test_a_line_becomes_a_prompt(tmp_path):
         ({**LINE, "effort": 5}, "'effort' must be a string, not 5"),
         ({**LINE, "metadata": [1]}, "'metadata' must be an object"),
         ({**LINE, "budget_tokens": 0}, "'budget_tokens' must be a number above 0, not 0"),
+        ({**LINE, "budget_tokens": 10**400}, "'budget_tokens' must be a number above 0, not 1000"),
         ({**LINE, "budget_tokens": True}, "'budget_tokens' must be a number above 0, not True"),
         ({**LINE, "budget_tokens": "12"}, "'budget_tokens' must be a number above 0, not '12'"),
         ('{"label": NaN}', "NaN is no JSON number"),
