@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from megatron_mopd.link import Link, StepRequest
 from megatron_mopd.rollout.sampler import sample
 from megatron_mopd.teachers.origin import check_late, check_origin
 from megatron_mopd.trajectory_file import Sampled
-from megatron_mopd.types import Graded, Trajectory
+from megatron_mopd.types import Graded, RenderedPrompt, Trajectory
 
 
 class Driver:
@@ -58,6 +59,7 @@ class Driver:
     async def sample(self, request: StepRequest) -> None:
         p = self.parts
         prompts = p.renderer.render(p.source.draw(request.step))  # 1 DRAW
+        p.lanes.expect(Counter(self.teacher_of(prompt) for prompt in prompts))
         async for trajectory in sample(prompts, p.sampling, suffix=f"@{request.step}"):  # 2 SAMPLE
             self.route(Sampled(trajectory, request.weight_version))  # 3 ROUTE
 
@@ -70,8 +72,11 @@ class Driver:
             raise
 
     def route(self, sampled: Sampled) -> None:
-        teacher = self.parts.router.route(sampled.trajectory.prompt.prompt.cell)
+        teacher = self.teacher_of(sampled.trajectory.prompt)
         self.parts.lanes.submit(teacher, sampled)  # 4 SCORE, from now on, behind the sampling of the others
+
+    def teacher_of(self, prompt: RenderedPrompt) -> str:
+        return self.parts.router.route(prompt.prompt.cell)
 
     @contextmanager
     def timed(self, name: str, request: StepRequest, seconds: dict[str, float]) -> Iterator[None]:

@@ -72,9 +72,9 @@ def recording_ranks(config: Config) -> Any:
     class RecordingRanks(TeacherRanks):
         scored: list[tuple[str, Any]] = []  # noqa: RUF012
 
-        def score(self, teacher: str, prompts: Any, responses: Any) -> Any:
-            self.scored.append((teacher, batch_of(prompts, responses)))
-            return super().score(teacher, prompts, responses)
+        def score(self, teacher: str, rows: Any) -> Any:
+            self.scored.append((teacher, batch_of(rows)))
+            return super().score(teacher, rows)
 
     return RecordingRanks(config)
 
