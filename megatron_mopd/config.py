@@ -77,7 +77,7 @@ class Teachers(Table):
     backend: Backend = "embedded"
     """embedded: in the driver. sglang: on servers, see `sglang`. megatron: by a teacher service, see `service`."""
     batch_tokens: Count = 16384
-    """A lane sends its waiting trajectories once they hold this many tokens, and the rest when sampling has ended."""
+    """A lane sends its waiting trajectories once they hold this many tokens, and the rest with the last of its step."""
     max_in_flight: Count = 4
     """Requests of a lane in flight at one endpoint."""
     attempt_timeout_s: Seconds = 600.0

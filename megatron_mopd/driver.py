@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from megatron_mopd.rollout.measure import rollout_metrics
 from megatron_mopd.rollout.sampler import sample
 from megatron_mopd.teachers.origin import check_late, check_origin
 from megatron_mopd.trajectory_file import Sampled
-from megatron_mopd.types import Graded
+from megatron_mopd.types import Graded, RenderedPrompt
 
 
 class Driver:
@@ -81,6 +82,7 @@ class Driver:
         prompts = p.renderer.render(p.source.draw(request.step))  # 1 DRAW
         sampling = replace(p.sampling, taus=taus_at(p.config, request.step))
         per_prompt = p.config.prompts.samples_per_prompt
+        p.lanes.expect(Counter(self.teacher_of(prompt) for prompt in prompts for _ in range(per_prompt)))
         async for trajectory in sample(prompts, sampling, f"@{request.step}", per_prompt):  # 2 SAMPLE
             self.route(Sampled(trajectory, request.weight_version))  # 3 ROUTE
 
@@ -93,8 +95,11 @@ class Driver:
             raise
 
     def route(self, sampled: Sampled) -> None:
-        teacher = self.parts.router.route(sampled.trajectory.prompt.prompt.cell)
+        teacher = self.teacher_of(sampled.trajectory.prompt)
         self.parts.lanes.submit(teacher, sampled)  # 4 SCORE, from now on, behind the sampling of the others
+
+    def teacher_of(self, prompt: RenderedPrompt) -> str:
+        return self.parts.router.route(prompt.prompt.cell)
 
     @contextmanager
     def timed(self, name: str, request: StepRequest, seconds: dict[str, float]) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tiny import VOCAB_SIZE
 from megatron_mopd.config import Config
 from megatron_mopd.scores import Scores
 from megatron_mopd.service.front import Front, ScoreWork, Served
+from megatron_mopd.token_rows import TokenRows
 
 TEACHERS = ("a", "b")
 MAX_TOKENS = 64
@@ -49,6 +50,12 @@ def hidden_of(teacher: str, response: np.ndarray) -> np.ndarray:
     return (0x3F80 + (response[:, None] + np.arange(WIDTH) + ord(teacher[0])) % 100).astype(np.uint16)
 
 
+def scores_of(work: ScoreWork, answer: Callable[[str, np.ndarray, np.ndarray], np.ndarray] = formula) -> Scores:
+    rows = [(answer(work.teacher, p, r), hidden_of(work.teacher, r)) for p, r in work.rows]
+    logprobs, hidden = zip(*rows, strict=True)
+    return Scores(np.concatenate(logprobs), np.concatenate(hidden))
+
+
 class Scoring:
     """`gate` open: work is answered. `works` are the batches so far, `answer` what they are answered with."""
 
@@ -64,7 +71,7 @@ class Scoring:
 
     @property
     def num_rows(self) -> int:
-        return sum(len(work.prompts) for work in self.works)
+        return sum(len(work.rows) for work in self.works)
 
     def _answer(self) -> None:
         while not self._stop.is_set() and not self.front.drained:
@@ -75,8 +82,7 @@ class Scoring:
             if self.failure is not None:
                 work.failed(self.failure)
             else:
-                rows = zip(work.prompts, work.responses, strict=True)
-                work.done([Scores(self.answer(work.teacher, p, r), hidden_of(work.teacher, r)) for p, r in rows])
+                work.done(scores_of(work, self.answer))
 
     def ended(self, within_s: float) -> bool:
         """Whether the front has been drained in that time."""
@@ -98,6 +104,11 @@ def scoring(config: Config, served: Mapping[str, Served] | None = None) -> Itera
         yield running
     finally:
         running.close()
+
+
+def token_rows(count: int, seed: int = 0) -> TokenRows:
+    """Prompts of 1 to 9 tokens, responses of 0 to 19."""
+    return TokenRows.of(*rows(count, seed))
 
 
 def rows(count: int, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:

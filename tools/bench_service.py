@@ -4,9 +4,10 @@
         [--trajectories 864] [--prompt-tokens 16] [--response-tokens 24] [--rounds 7]
 
 All teachers of the configuration are served at the layout of `service.megatron` on `service.num_processes` ranks. A
-client in a process of its own sends random trajectories of 1 to --response-tokens tokens as lanes do. In turns with it
-the same ranks run the batches that the service has just made of them: packed already, without queue, HTTP, broadcast or
-collection. Compare the ratio, not the tokens/s of two machines.
+client in a process of its own sends random trajectories of 1 to --response-tokens tokens as lanes do, over connections
+that others have opened before. In turns with it the same ranks run the batches that the service has just made of them:
+packed already, without queue, HTTP, broadcast or collection. Compare the ratio, not the tokens/s of two machines. What
+a request costs beside its tokens shows with teachers.batch_tokens.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def start(config: Config, arguments: list[str]) -> int:
     return launch("tools.bench_service", [*arguments, "--as=rank"], config.service.num_processes, config.run.folder)
 
 
-def run_rank(config: Config, arguments: list[str], num_rounds: int) -> None:
-    """Rounds of both ways on the ranks, after one that warms them up; rank 0 prints."""
+def run_rank(config: Config, arguments: list[str], num_rounds: int, warm_tokens: int) -> None:
+    """Rounds of both ways on the ranks, after one that warms them up; rank 0 prints. The first `warm_tokens` of a round
+    are not timed."""
     from megatron_mopd.mcore import parallel
     from megatron_mopd.mcore.teacher_ranks import service_layout
 
@@ -59,7 +61,7 @@ def run_rank(config: Config, arguments: list[str], num_rounds: int) -> None:
     for _ in range(num_rounds + 1):
         ranks.scored.clear()
         service = service_round(config, ranks, client)
-        rounds.append({**service, "bare_s": bare_round(ranks)})
+        rounds.append({**service, "bare_s": bare_round(ranks, timed(ranks.scored, warm_tokens))})
     if client is not None:
         client.communicate()
         print(table(rounds[1:]), flush=True)
@@ -72,9 +74,9 @@ def recording_ranks(config: Config) -> Any:
     class RecordingRanks(TeacherRanks):
         scored: list[tuple[str, Any]] = []  # noqa: RUF012
 
-        def score(self, teacher: str, prompts: Any, responses: Any) -> Any:
-            self.scored.append((teacher, batch_of(prompts, responses)))
-            return super().score(teacher, prompts, responses)
+        def score(self, teacher: str, rows: Any) -> Any:
+            self.scored.append((teacher, batch_of(rows)))
+            return super().score(teacher, rows)
 
     return RecordingRanks(config)
 
@@ -107,12 +109,18 @@ def service_round(config: Config, ranks: Any, client: subprocess.Popen[str] | No
     return measured
 
 
-def bare_round(ranks: Any) -> float:
-    """Seconds of the forward passes alone of all batches that were scored."""
+def timed(scored: list[tuple[str, Any]], warm_tokens: int) -> list[tuple[str, Any]]:
+    """The batches after those of the first `warm_tokens`."""
+    ends = np.cumsum([len(batch.token_ids) for _, batch in scored]).tolist()
+    return scored[ends.index(warm_tokens) + 1 :]
+
+
+def bare_round(ranks: Any, scored: list[tuple[str, Any]]) -> float:
+    """Seconds of the forward passes alone of these batches."""
     import torch
     import torch.distributed as dist
 
-    packed = [(teacher, ranks.pack(batch)) for teacher, batch in ranks.scored]
+    packed = [(teacher, ranks.pack(batch)) for teacher, batch in scored]
     dist.barrier()
     start = time.monotonic()
     for teacher, mine in packed:
@@ -152,11 +160,14 @@ class CountingClient(ServiceClient):
         return reply
 
 
-def run_client(config: Config, num_trajectories: int, prompt_tokens: int, response_tokens: int) -> None:
-    """For each URL that comes in, score everything there, and say how long it took."""
-    requests = trajectories(config, num_trajectories, prompt_tokens, response_tokens)
+Requests = dict[str, list[ScoreRequest]]
+"""By teacher."""
+
+
+def run_client(config: Config, warm: Requests, requests: Requests) -> None:
+    """For each URL that comes in, score everything there, and say how long the second part took."""
     for line in sys.stdin:
-        seconds, wire_bytes = asyncio.run(score_all(config, line.strip(), requests))
+        seconds, wire_bytes = asyncio.run(score_all(config, line.strip(), warm, requests))
         everything = [r for of_teacher in requests.values() for r in of_teacher]
         measured = {
             "service_s": seconds,
@@ -167,14 +178,12 @@ def run_client(config: Config, num_trajectories: int, prompt_tokens: int, respon
         print(json.dumps(measured), flush=True)
 
 
-def trajectories(
-    config: Config, num_trajectories: int, prompt_tokens: int, response_tokens: int
-) -> dict[str, list[ScoreRequest]]:
-    """By teacher, equally many for each."""
-    rng, teachers = np.random.default_rng(0), config.teachers.models
+def trajectories(config: Config, number: int, prompt_tokens: int, response_tokens: int, seed: int) -> Requests:
+    """Equally many for each teacher."""
+    rng, teachers = np.random.default_rng(seed), config.teachers.models
     vocab_size = read_hf_config(teachers[0].checkpoint)["vocab_size"]
-    requests: dict[str, list[ScoreRequest]] = {teacher.name: [] for teacher in teachers}
-    for i in range(num_trajectories):
+    requests: Requests = {teacher.name: [] for teacher in teachers}
+    for i in range(number):
         ids = tuple(rng.integers(0, vocab_size, prompt_tokens + int(rng.integers(1, response_tokens + 1))).tolist())
         requests[teachers[i % len(teachers)].name].append(
             ScoreRequest(str(i), ids[:prompt_tokens], ids[prompt_tokens:])
@@ -182,8 +191,8 @@ def trajectories(
     return requests
 
 
-async def score_all(config: Config, url: str, requests: dict[str, list[ScoreRequest]]) -> tuple[float, int]:
-    """(seconds, bytes on the wire)."""
+async def score_all(config: Config, url: str, warm: Requests, requests: Requests) -> tuple[float, int]:
+    """(seconds, bytes on the wire) of `requests`."""
     client = CountingClient(url, config)
     room = {name: asyncio.Semaphore(config.teachers.max_in_flight) for name in requests}
     for name in requests:
@@ -193,12 +202,13 @@ async def score_all(config: Config, url: str, requests: dict[str, list[ScoreRequ
         async with room[name]:
             await client.score(name, batch)
 
-    start = time.monotonic()
-    cut = [
-        (name, b) for name, of_teacher in requests.items() for b in batches(of_teacher, config.teachers.batch_tokens)
-    ]
-    await asyncio.gather(*(send(name, batch) for name, batch in cut))
-    seconds = time.monotonic() - start
+    for part in (warm, requests):
+        cut = [
+            (name, b) for name, of_teacher in part.items() for b in batches(of_teacher, config.teachers.batch_tokens)
+        ]
+        client.wire_bytes, start = 0, time.monotonic()
+        await asyncio.gather(*(send(name, batch) for name, batch in cut))
+        seconds = time.monotonic() - start
     await client.close()
     return seconds, client.wire_bytes
 
@@ -215,11 +225,13 @@ async def prepared(client: ServiceClient, teacher: str) -> None:
 def batches(requests: list[ScoreRequest], batch_tokens: int) -> Iterator[list[ScoreRequest]]:
     """As a lane cuts them."""
     batch: list[ScoreRequest] = []
+    num_tokens = 0
     for request in requests:
         batch.append(request)
-        if sum(r.num_tokens for r in batch) >= batch_tokens:
+        num_tokens += request.num_tokens
+        if num_tokens >= batch_tokens:
             yield batch
-            batch = []
+            batch, num_tokens = [], 0
     if batch:
         yield batch
 
@@ -237,12 +249,14 @@ def main() -> int | None:
     files, overrides = split_arguments(a.words)
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(files, [*overrides, f"run.folder={folder}", "teachers.backend=megatron"])
+        if a.part is None:
+            return start(config, arguments)
+        sizes = (a.trajectories, a.prompt_tokens, a.response_tokens)
+        warm, requests = (trajectories(config, *sizes, seed) for seed in (1, 0))
         if a.part == "client":
-            return run_client(config, a.trajectories, a.prompt_tokens, a.response_tokens)
-        if a.part == "rank":
-            end_with_launcher()
-            return run_rank(config, arguments, a.rounds)
-        return start(config, arguments)
+            return run_client(config, warm, requests)
+        end_with_launcher()
+        return run_rank(config, arguments, a.rounds, sum(r.num_tokens for name in warm for r in warm[name]))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device, parallel
 from megatron_mopd.mcore.teacher_ranks import TeacherRanks, max_tokens, service_layout
 from megatron_mopd.ranks import end_with_launcher, rank
-from megatron_mopd.scores import Scores
 from megatron_mopd.teachers.identity import fingerprint
+from megatron_mopd.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from megatron_mopd.service.front import Front, ScoreWork, Served
@@ -82,13 +82,14 @@ def answer_until_drained(front: Front | None, ranks: TeacherRanks, names: Sequen
     """The loop. `front` is rank 0's; `names` are the teachers in the order of the configuration."""
     while True:
         work = None if front is None else front.take(HEARTBEAT_S)
-        order, teacher, prompts, responses = exchange(front, work, names)
+        order, teacher, rows = exchange(front, work, names)
         if order is Order.END:
             return
         if order is Order.WAIT:
             continue
+        score = ranks.score_hidden if order is Order.SCORE_HIDDEN else ranks.score
         try:
-            scores = scores_of(ranks, order, names[teacher], prompts, responses)
+            scores = score(names[teacher], rows)
         except UserError as error:  # of this batch or this teacher alone
             if work is not None:
                 work.failed(error)
@@ -98,38 +99,28 @@ def answer_until_drained(front: Front | None, ranks: TeacherRanks, names: Sequen
                 work.done(scores)
 
 
-Rows = list[np.ndarray]
-
-
-def scores_of(ranks: TeacherRanks, order: Order, teacher: str, prompts: Rows, responses: Rows) -> list[Scores] | None:
-    if order is Order.SCORE_HIDDEN:
-        return ranks.score_hidden(teacher, prompts, responses)
-    logprobs = ranks.score(teacher, prompts, responses)
-    return None if logprobs is None else [Scores(row) for row in logprobs]
-
-
-def exchange(front: Front | None, work: ScoreWork | None, names: Sequence[str]) -> tuple[Order, int, Rows, Rows]:
-    """What rank 0 has taken, on every rank: order, index of the teacher, prompts, responses."""
-    header, content = torch.zeros(4, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
+def exchange(front: Front | None, work: ScoreWork | None, names: Sequence[str]) -> tuple[Order, int, TokenRows]:
+    """What rank 0 has taken, on every rank: order, index of the teacher, its rows."""
+    header = torch.zeros(4, dtype=torch.int64)
     if work is not None:
-        content = _content(work)
         order = Order.SCORE_HIDDEN if work.with_hidden else Order.SCORE
-        header = torch.tensor([order, names.index(work.teacher), len(work.prompts), len(content)])
+        header = torch.tensor([order, names.index(work.teacher), len(work.rows), len(work.rows.token_ids)])
     elif front is not None and front.drained:
         header[0] = Order.END
-    order, teacher, num_rows, size = _broadcast(header).tolist()
+    order, teacher, num_rows, num_tokens = _broadcast(header).tolist()
     if order not in (Order.SCORE, Order.SCORE_HIDDEN):
-        return Order(order), teacher, [], []
-    received = _broadcast(content if work is not None else torch.zeros(size, dtype=torch.int32)).numpy()
-    lengths, tokens = received[: 2 * num_rows], received[2 * num_rows :]
-    rows = np.split(tokens, np.cumsum(lengths)[:-1])
-    return Order(order), teacher, rows[:num_rows], rows[num_rows:]
+        return Order(order), teacher, TokenRows.of([], [])
+    size = 2 * num_rows + num_tokens
+    content = torch.zeros(size, dtype=torch.int32) if work is None else _content(work.rows)
+    lengths, token_ids = np.split(_broadcast(content).numpy(), [2 * num_rows])
+    prompt_lengths, response_lengths = lengths.astype(np.int64).reshape(2, num_rows)
+    return Order(order), teacher, TokenRows(token_ids, prompt_lengths, response_lengths)
 
 
-def _content(work: ScoreWork) -> Tensor:
-    """int32: the lengths of the prompts and of the responses, then their tokens."""
-    rows = [*work.prompts, *work.responses]
-    return torch.from_numpy(np.concatenate([np.array([len(row) for row in rows]), *rows]).astype(np.int32))
+def _content(rows: TokenRows) -> Tensor:
+    """int32: the lengths of the prompts and of the responses, then the tokens."""
+    columns = (rows.prompt_lengths, rows.response_lengths, rows.token_ids)
+    return torch.from_numpy(np.concatenate(columns, dtype=np.int32, casting="same_kind"))
 
 
 def _broadcast(tensor: Tensor) -> Tensor:

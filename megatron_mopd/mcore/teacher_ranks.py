@@ -43,6 +43,7 @@ from megatron_mopd.mcore.model import build_model
 from megatron_mopd.mcore.teacher_weights import TeacherWeights
 from megatron_mopd.scores import Scores, is_finite
 from megatron_mopd.service.arguments import common_config
+from megatron_mopd.token_rows import TokenRows
 from megatron_mopd.types import Cell
 
 # isort: split
@@ -80,29 +81,23 @@ class TeacherRanks:
         self.weights = TeacherWeights(self.models, teachers, *limits)
         self.weights.load_all()
 
-    def score(
-        self, teacher: str, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
-    ) -> list[np.ndarray] | None:
-        """Float32 log-probs, one per response token, on rank 0; None on the others. Collective, same arguments on all.
+    def score(self, teacher: str, rows: TokenRows) -> Scores | None:
+        """Float32 log-probs [R] of the response tokens of all rows, on rank 0; None on the others. Collective, same
+        arguments on all.
 
         Raises UserError for rows that no teacher could score (on all ranks), for files that can not be read again (on
         all), and for log-probs that are not finite (on rank 0).
         """
-        scores = self._score(teacher, prompts, responses, with_hidden=False)
-        return None if scores is None else [row.logprobs for row in scores]
+        return self._score(teacher, rows, with_hidden=False)
 
-    def score_hidden(
-        self, teacher: str, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
-    ) -> list[Scores] | None:
+    def score_hidden(self, teacher: str, rows: TokenRows) -> Scores | None:
         """As `score`, with the hidden states [R, D] that the head reads at each response token, unrounded."""
-        return self._score(teacher, prompts, responses, with_hidden=True)
+        return self._score(teacher, rows, with_hidden=True)
 
     @torch.no_grad()
-    def _score(
-        self, teacher: str, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], with_hidden: bool
-    ) -> list[Scores] | None:
-        batch = batch_of(prompts, responses)
-        self._refuse_bad_tokens(teacher, batch, prompts, responses)
+    def _score(self, teacher: str, rows: TokenRows, with_hidden: bool) -> Scores | None:
+        self._refuse_bad_tokens(teacher, rows)
+        batch = batch_of(rows.with_response())
         hidden = np.zeros((0, self.models[0].config.hidden_size), np.float32)
         logprobs = np.zeros(0, np.float32)
         if len(batch):
@@ -116,15 +111,12 @@ class TeacherRanks:
             logprobs = logprobs_N.cpu().numpy()[batch.loss_mask]
         if dist.get_rank():
             return None
-        ends = np.cumsum([len(response) for response in responses])
-        if not np.isfinite(logprobs).all():
-            row = int(np.searchsorted(ends, np.isfinite(logprobs).argmin(), side="right"))
-            raise UserError(f"teacher {teacher} gives a log-prob that is not finite for row {row} of {len(ends)}")
+        if not (finite := np.isfinite(logprobs)).all():
+            row = rows.row_of_response_token(int(finite.argmin()))
+            raise UserError(f"teacher {teacher} gives a log-prob that is not finite for row {row} of {len(rows)}")
         if with_hidden and not is_finite(hidden):
             raise UserError(f"teacher {teacher} gives a hidden state that is not finite")
-        rows = np.split(logprobs, ends[:-1])
-        hidden_rows = np.split(hidden, ends[:-1]) if with_hidden else [None] * len(rows)
-        return [Scores(*row) for row in zip(rows, hidden_rows, strict=True)]
+        return Scores(logprobs, hidden if with_hidden else None)
 
     def _hidden(self, mine: Sequence[DeviceMicroBatch], kept: Sequence[Tensor], batch: Batch) -> np.ndarray:
         """[M, D] of the M response tokens, on the host of every rank."""
@@ -148,15 +140,14 @@ class TeacherRanks:
         ask = partial(score_responses, with_hidden=with_hidden)
         return run_schedule(self.chunks, mine, keep, forward_only=True, ask=ask)
 
-    def _refuse_bad_tokens(
-        self, teacher: str, batch: Batch, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
-    ) -> None:
-        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            if len(response) and not len(prompt):
-                raise UserError(f"teacher {teacher}, row {i}: an empty prompt leaves the first token without context")
-        bad = (batch.token_ids < 0) | (batch.token_ids >= self.vocab_size)
+    def _refuse_bad_tokens(self, teacher: str, rows: TokenRows) -> None:
+        bare = (rows.prompt_lengths == 0) & (rows.response_lengths > 0)
+        if bare.any():
+            row = int(bare.argmax())
+            raise UserError(f"teacher {teacher}, row {row}: an empty prompt leaves the first token without context")
+        bad = (rows.token_ids < 0) | (rows.token_ids >= self.vocab_size)
         if bad.any():
-            raise UserError(f"teacher {teacher} has {self.vocab_size} tokens, and none of id {batch.token_ids[bad][0]}")
+            raise UserError(f"teacher {teacher} has {self.vocab_size} tokens, and none of id {rows.token_ids[bad][0]}")
 
 
 def service_layout(config: Config) -> Layout:
@@ -195,17 +186,14 @@ def _of_the_service():
         raise UserError(f"in service.megatron: {error}") from None
 
 
-def batch_of(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Batch:
-    """The rows that have a response; the mask is on its tokens."""
-    rows = [row for pair in zip(prompts, responses, strict=True) if len(pair[1]) for row in pair]
-    lengths = np.array([len(row) for row in rows], np.int64)
-    token_ids = np.concatenate([*rows, np.zeros(0, np.int32)], dtype=np.int32)
-    total, zeros = len(token_ids), np.zeros(len(token_ids), np.float32)
+def batch_of(rows: TokenRows) -> Batch:
+    """The mask is on the tokens of responses."""
+    total, zeros = len(rows.token_ids), np.zeros(len(rows.token_ids), np.float32)
     return Batch(
-        offsets=np.concatenate([[0], np.cumsum(lengths.reshape(-1, 2).sum(1))]).astype(np.int64),
-        cell=np.zeros(len(rows) // 2, np.int32),
-        token_ids=token_ids,
-        loss_mask=np.repeat(np.arange(len(rows)) % 2 == 1, lengths),
+        offsets=np.concatenate([[0], rows.ends]).astype(np.int64),
+        cell=np.zeros(len(rows), np.int32),
+        token_ids=rows.token_ids,
+        loss_mask=rows.is_response,
         rollout_logprobs=zeros,
         teacher_logprobs=zeros,
         weight_version=np.zeros(total, np.int32),

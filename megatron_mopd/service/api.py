@@ -10,8 +10,8 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from typing import cast
 
-import numpy as np
 import orjson
 from aiohttp import web
 
@@ -20,6 +20,7 @@ from megatron_mopd.service.checks import Refusal, Served, check_call
 from megatron_mopd.service.metrics import Metrics
 from megatron_mopd.service.replies import RETRY_AFTER_S, Replies
 from megatron_mopd.service.work import WorkQueue
+from megatron_mopd.token_rows import TokenRows
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 JSON = "application/json"
@@ -115,7 +116,7 @@ class Api:
         scores = await self._replies.scores(key, call)
         fingerprint = self._served[call.teacher].fingerprint
         if in_json:
-            rows = [row.tolist() for row in split(scores.logprobs, list(map(len, call.responses)))]
+            rows = [row.tolist() for row in split(scores.logprobs, call.rows.response_lengths)]
             return web.json_response({"logprobs": rows, "fingerprint": fingerprint})
         reply = ScoreReply(call.teacher, fingerprint, key, scores.logprobs, scores.hidden)
         return web.Response(body=encode_reply(reply), content_type=BINARY)
@@ -151,13 +152,13 @@ def _from_json(body: bytes) -> ScoreCall:
         raise BadBody("temperature is no number")
     if not isinstance(call["teacher"], str):
         raise BadBody("teacher is no name")
-    return ScoreCall(call["teacher"], prompts, responses, temperature, call.get("fingerprint"))
+    return ScoreCall(call["teacher"], TokenRows.of(prompts, responses), temperature, call.get("fingerprint"))
 
 
-def _token_ids(rows: object, name: str) -> list[np.ndarray]:
+def _token_ids(rows: object, name: str) -> list[list[int]]:
     whole = isinstance(rows, list) and all(
         isinstance(row, list) and all(type(x) is int and abs(x) < 1 << 31 for x in row) for row in rows
     )
     if not whole:
         raise BadBody(f"{name} must be lists of token ids")
-    return [np.array(row, np.int32) for row in rows]  # type: ignore[union-attr]
+    return cast(list[list[int]], rows)

@@ -28,6 +28,8 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save
 
+from megatron_mopd.token_rows import TokenRows
+
 VERSION = "1"
 SMALL_VOCABULARY = 1 << 16
 _INTEGERS = ("U16", "I32")
@@ -41,22 +43,21 @@ class BadBody(ValueError):
 
 @dataclass(frozen=True)
 class ScoreCall:
-    """One request: int32 token ids [.] of each row. JSON callers may leave the last two out."""
+    """One request. JSON callers may leave temperature and fingerprint out."""
 
     teacher: str
-    prompts: Sequence[np.ndarray]
-    responses: Sequence[np.ndarray]
+    rows: TokenRows
     temperature: float | None = None
     fingerprint: str | None = None
     with_hidden: bool = False
 
     def digest(self) -> bytes:
         """A hash of what is asked. Not of the body: safetensors writes metadata in no particular order."""
-        words = [self.teacher, self.temperature, self.fingerprint, self.with_hidden]
-        words += [*map(len, self.prompts), *map(len, self.responses)]
+        words = [self.teacher, self.temperature, self.fingerprint, self.with_hidden, len(self.rows)]
         hashed = hashlib.blake2b(json.dumps(words).encode(), digest_size=16)
-        for row in (*self.prompts, *self.responses):
-            hashed.update(row.astype("<i4", copy=False).tobytes())
+        hashed.update(self.rows.prompt_lengths.astype("<i8", copy=False).tobytes())
+        hashed.update(self.rows.response_lengths.astype("<i8", copy=False).tobytes())
+        hashed.update(self.rows.token_ids.astype("<i4", copy=False).tobytes())
         return hashed.digest()
 
 
@@ -76,22 +77,20 @@ def encode_call(call: ScoreCall, vocab_size: int) -> bytes:
     """Token ids must be below `vocab_size`: the smaller integer type would wrap them."""
     assert call.temperature is not None
     assert call.fingerprint is not None
-    rows = [part for pair in zip(call.prompts, call.responses, strict=True) for part in pair]
-    token_ids_N = np.concatenate([np.zeros(0, np.int32), *rows])
+    token_ids_N = call.rows.token_ids
     assert 0 <= token_ids_N.min(initial=0) <= token_ids_N.max(initial=0) < vocab_size
     tensors = {
         "token_ids": token_ids_N.astype(np.uint16 if vocab_size <= SMALL_VOCABULARY else np.int32),
-        "prompt_lengths": _lengths(call.prompts),
-        "response_lengths": _lengths(call.responses),
+        "prompt_lengths": _shortest(call.rows.prompt_lengths),
+        "response_lengths": _shortest(call.rows.response_lengths),
     }
     words = {"teacher": call.teacher, "temperature": repr(call.temperature), "fingerprint": call.fingerprint}
     words |= {"hidden": "1"} if call.with_hidden else {}
     return save(tensors, {"version": VERSION, **words})
 
 
-def _lengths(rows: Sequence[np.ndarray]) -> np.ndarray:
-    lengths_n = np.array([len(row) for row in rows], np.int32)
-    return lengths_n.astype(np.uint16) if lengths_n.max(initial=0) < 1 << 16 else lengths_n
+def _shortest(lengths_n: np.ndarray) -> np.ndarray:
+    return lengths_n.astype(np.uint16 if lengths_n.max(initial=0) < 1 << 16 else np.int32)
 
 
 def decode_call(body: bytes) -> ScoreCall:
@@ -102,17 +101,13 @@ def decode_call(body: bytes) -> ScoreCall:
     prompts_n, responses_n = tensors["prompt_lengths"], tensors["response_lengths"]
     if len(prompts_n) != len(responses_n):
         raise BadBody(f"{len(prompts_n)} prompt_lengths, but {len(responses_n)} response_lengths")
-    lengths_2n = np.stack([prompts_n, responses_n], axis=1).reshape(-1).astype(np.int64)
-    if lengths_2n.min(initial=0) < 0:
+    if min(prompts_n.min(initial=0), responses_n.min(initial=0)) < 0:
         raise BadBody("a length is negative")
-    token_ids_N = tensors["token_ids"].astype(np.int32)
-    if lengths_2n.sum() != len(token_ids_N):
-        raise BadBody(f"lengths add up to {lengths_2n.sum()}, but there are {len(token_ids_N)} token_ids")
-    parts = split(token_ids_N, lengths_2n)
+    rows = TokenRows(tensors["token_ids"].astype(np.int32), prompts_n.astype(np.int64), responses_n.astype(np.int64))
+    if (total := int(rows.lengths.sum())) != len(rows.token_ids):
+        raise BadBody(f"lengths add up to {total}, but there are {len(rows.token_ids)} token_ids")
     temperature = _temperature(metadata["temperature"])
-    return ScoreCall(
-        metadata["teacher"], parts[::2], parts[1::2], temperature, metadata["fingerprint"], with_hidden=hidden == "1"
-    )
+    return ScoreCall(metadata["teacher"], rows, temperature, metadata["fingerprint"], with_hidden=hidden == "1")
 
 
 def encode_reply(reply: ScoreReply) -> bytes:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from megatron_mopd.service.body import ScoreCall
+from megatron_mopd.token_rows import TokenRows
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,22 @@ def check_call(call: ScoreCall, served: Mapping[str, Served], temperature: float
             f"teacher {call.teacher} has fingerprint {teacher.fingerprint} here, {call.fingerprint} is asked for: "
             "its checkpoint is another one",
         )
-    for row, (prompt, response) in enumerate(zip(call.prompts, call.responses, strict=True)):
-        if problem := _problem(prompt, response, teacher):
-            raise Refusal(400, f"row {row} {problem}")
+    if problem := _problem(call.rows, teacher):
+        raise Refusal(400, problem)
 
 
-def _problem(prompt: np.ndarray, response: np.ndarray, teacher: Served) -> str | None:
-    if not len(prompt):
-        return "has an empty prompt, which leaves the first response token without context"
-    if (num_tokens := len(prompt) + len(response)) > teacher.max_tokens:
-        return f"has {num_tokens} tokens, the teacher takes {teacher.max_tokens}"
-    for token_ids in (prompt, response):
-        outside = token_ids[(token_ids < 0) | (token_ids >= teacher.vocab_size)]
-        if len(outside):
-            return f"has token id {outside[0]}, the teacher's vocabulary has {teacher.vocab_size} tokens"
+def _problem(rows: TokenRows, teacher: Served) -> str | None:
+    if not rows.prompt_lengths.all():
+        row = int(rows.prompt_lengths.argmin())
+        return f"row {row} has an empty prompt, which leaves the first response token without context"
+    if rows.lengths.max(initial=0) > teacher.max_tokens:
+        row = int((rows.lengths > teacher.max_tokens).argmax())
+        return f"row {row} has {rows.lengths[row]} tokens, the teacher takes {teacher.max_tokens}"
+    outside = (rows.token_ids < 0) | (rows.token_ids >= teacher.vocab_size)
+    if outside.any():
+        token = int(outside.argmax())
+        row = rows.row_of_token[token]
+        return (
+            f"row {row} has token id {rows.token_ids[token]}, the teacher's vocabulary has {teacher.vocab_size} tokens"
+        )
     return None

@@ -30,6 +30,7 @@ from megatron_mopd.servers.launch import endpoints
 from megatron_mopd.service.arguments import NAME, api_key
 from megatron_mopd.service.body import BadBody, ScoreCall, ScoreReply, decode_reply, encode_call, split
 from megatron_mopd.teachers.identity import Fingerprint, fingerprint
+from megatron_mopd.token_rows import TokenRows
 
 PROBE_SILENCE_S = 10.0
 MIN_PAUSE_S = 0.1
@@ -48,6 +49,7 @@ class ServiceClient:
     def __init__(self, url: str, config: Config):
         self.url = url
         self._teachers = {teacher.name: teacher for teacher in config.teachers.on("megatron")}
+        self._identities: dict[str, Fingerprint] = {}
         self._temperature, self._max_response_tokens = config.rollout.temperature, config.rollout.max_response_tokens
         self._attempt_timeout_s = config.teachers.attempt_timeout_s
         self._client = Client(silence_s=self._attempt_timeout_s, api_key=api_key(config))
@@ -79,20 +81,18 @@ class ServiceClient:
 
     async def _score(self, teacher: str, requests: Sequence[ScoreRequest], with_hidden: bool) -> list[Scores]:
         identity = await self._identity(teacher)
-        prompts = [np.array(request.prompt_ids, np.int32) for request in requests]
-        responses = [np.array(request.response_ids, np.int32) for request in requests]
-        for request, ids in zip(requests, map(np.concatenate, zip(prompts, responses, strict=True)), strict=True):
-            _check_ids(request, ids, identity.vocab_size)
-        lengths = [len(response) for response in responses]
-        if not sum(lengths):
+        rows = TokenRows.of([r.prompt_ids for r in requests], [r.response_ids for r in requests])
+        _check_rows(requests, rows, identity.vocab_size)
+        lengths = rows.response_lengths
+        if not rows.num_response_tokens:
             return [_nothing(self._width(teacher) if with_hidden else None) for _ in requests]
-        call = ScoreCall(teacher, prompts, responses, self._temperature, str(identity), with_hidden)
+        call = ScoreCall(teacher, rows, self._temperature, str(identity), with_hidden)
         key = call.digest().hex()
         body = await self._post(encode_call(call, identity.vocab_size), key)
-        reply = self._checked(body, key, teacher, identity, sum(lengths))
+        reply = self._checked(body, key, teacher, identity, rows.num_response_tokens)
         if not with_hidden:
             return [Scores(logprobs) for logprobs in split(reply.logprobs, lengths)]
-        hidden = self._checked_hidden(reply.hidden, teacher, sum(lengths))
+        hidden = self._checked_hidden(reply.hidden, teacher, rows.num_response_tokens)
         return [Scores(*row) for row in zip(split(reply.logprobs, lengths), split(hidden, lengths), strict=True)]
 
     async def close(self) -> None:
@@ -147,8 +147,11 @@ class ServiceClient:
     async def _identity(self, name: str) -> Fingerprint:
         if name not in self._teachers:
             raise UserError(f"no teacher named {name}; known: {', '.join(self._teachers)}")
-        teacher = self._teachers[name]
-        return await asyncio.to_thread(_fingerprint, teacher.checkpoint, teacher.megatron_checkpoint, f"teacher {name}")
+        if name not in self._identities:
+            teacher = self._teachers[name]
+            words = (teacher.checkpoint, teacher.megatron_checkpoint, f"teacher {name}")
+            self._identities[name] = await asyncio.to_thread(_fingerprint, *words)
+        return self._identities[name]
 
 
 @functools.cache
@@ -181,10 +184,12 @@ def _entry(url: str, teachers: Any, name: str) -> dict[str, Any]:
     return served
 
 
-def _check_ids(request: ScoreRequest, token_ids: np.ndarray, vocab_size: int) -> None:
-    if not request.prompt_ids:
-        raise UserError(f"{request.trajectory_id}: an empty prompt leaves the first response token without context")
-    if len(outside := token_ids[(token_ids < 0) | (token_ids >= vocab_size)]):
-        raise UserError(
-            f"{request.trajectory_id}: token id {outside[0]}, the teacher's vocabulary has {vocab_size} tokens"
-        )
+def _check_rows(requests: Sequence[ScoreRequest], rows: TokenRows, vocab_size: int) -> None:
+    if not rows.prompt_lengths.all():
+        name = requests[int(rows.prompt_lengths.argmin())].trajectory_id
+        raise UserError(f"{name}: an empty prompt leaves the first response token without context")
+    outside = (rows.token_ids < 0) | (rows.token_ids >= vocab_size)
+    if outside.any():
+        token = int(outside.argmax())
+        name = requests[rows.row_of_token[token]].trajectory_id
+        raise UserError(f"{name}: token id {rows.token_ids[token]}, the teacher's vocabulary has {vocab_size} tokens")

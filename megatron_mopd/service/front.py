@@ -4,7 +4,7 @@
     front.start()                        # from the main thread; it answers, and takes work from the first take() on
     while not front.drained:
         if work := front.take(timeout_s):
-            work.done(scores of work.teacher for work.prompts and work.responses)
+            work.done(scores of work.teacher for work.rows)
     front.close()
 
 SIGTERM and SIGINT ask it to end: no new work (503), what is queued is finished, then `drained`. They are heard by the

@@ -35,28 +35,22 @@ class _Entry:
         loop = asyncio.get_running_loop()
         self.scores: asyncio.Future[Scores] = loop.create_future()
         settle = partial(loop.call_soon_threadsafe, self._settle)
-        self.request = Request(call.teacher, call.prompts, call.responses, settle, call.with_hidden)
+        self.request = Request(call.teacher, call.rows, settle, call.with_hidden)
+        self._row_ends = np.cumsum(call.rows.response_lengths)
 
-    def _settle(self, result: list[Scores] | Exception) -> None:
+    def _settle(self, result: Scores | Exception) -> None:
         if isinstance(result, Exception):
             self._fail(f"cannot be asked: {result}")
-        elif sick := [row for row, scores in enumerate(result) if not np.isfinite(scores.logprobs).all()]:
-            self._fail(f"gives non-finite log-probs for row {sick[0]}")
+        elif not (finite := np.isfinite(result.logprobs)).all():
+            row = np.searchsorted(self._row_ends, finite.argmin(), side="right")
+            self._fail(f"gives non-finite log-probs for row {row}")
         else:
-            together = _together(result)
-            self.num_bytes += together.nbytes
-            self.scores.set_result(together)
+            self.num_bytes += result.nbytes
+            self.scores.set_result(result)
 
     def _fail(self, problem: str) -> None:
         self.scores.set_exception(Refusal(500, f"teacher {self.request.teacher} {problem}"))
         self.scores.exception()  # seen, even where all clients have hung up
-
-
-def _together(rows: list[Scores]) -> Scores:
-    """Row after row; not views of the batch that they were computed in."""
-    hidden = [row.hidden for row in rows if row.hidden is not None]
-    logprobs = np.concatenate([np.zeros(0, np.float32), *(row.logprobs for row in rows)])
-    return Scores(logprobs, np.concatenate(hidden) if hidden else None)
 
 
 class Replies:

@@ -1,9 +1,10 @@
 """Lanes: one per teacher, with a queue of its own, its own endpoints and its own failures.
 
 A finished trajectory waits in its teacher's lane and is scored while others are still sampled. What is sent together
-depends on the order of arrival alone (a lane sends once `batch_tokens` wait, the rest at the end), so the scores of a
-step are reproducible to the bit where the endpoint's are. A batch is one request to one endpoint: it is tried again,
-there or at a replica, until its whole reply has been checked (fleet.py has the circuit breaker and the back-off).
+depends on the order of arrival alone (a lane sends once `batch_tokens` wait, the rest with the last of its step), so
+the scores of a step are reproducible to the bit where the endpoint's are. A batch is one request to one endpoint: it is
+tried again, there or at a replica, until its whole reply has been checked (fleet.py has the circuit breaker and the
+back-off).
 
 Where no endpoint of a lane answers, its trajectories wait. The step goes on without them once the lane has been waited
 for `lag_after_s`, as long as none of them will be trained on more than `max_lag_steps` after the step that sampled it;
@@ -78,6 +79,8 @@ class Lane:
         self._waiting: list[Sampled] = []
         self._waiting_tokens = 0
         self._sent: list[_Batch] = []
+        self.to_come = 0
+        """Submissions until what waits is sent, however little it is; 0 or less: that is not known."""
 
     async def start(self) -> None:
         """Return once every endpoint is there and has this teacher."""
@@ -92,6 +95,7 @@ class Lane:
             await scorer.close()
 
     def submit(self, sampled: Sampled) -> None:
+        self.to_come -= 1
         if (known := self._known(sampled)) is not None:
             scores = asyncio.get_running_loop().create_future()
             scores.set_result([known])
@@ -100,7 +104,7 @@ class Lane:
         t = sampled.trajectory
         self._waiting.append(sampled)
         self._waiting_tokens += len(t.prompt.teacher_ids) + len(t.response_ids)
-        if self._waiting_tokens >= self._settings.batch_tokens:
+        if self._waiting_tokens >= self._settings.batch_tokens or self.to_come == 0:
             self.send()
 
     def _known(self, sampled: Sampled) -> Scores | None:
@@ -218,6 +222,11 @@ class Lanes:
 
     def submit(self, teacher: str, sampled: Sampled) -> None:
         self._lanes[teacher].submit(sampled)
+
+    def expect(self, counts: Mapping[str, int]) -> None:
+        """So many will be submitted to each teacher from now on: after its last one a lane waits for no more."""
+        for teacher, count in counts.items():
+            self._lanes[teacher].to_come = count
 
     @property
     def held(self) -> list[Sampled]:

@@ -3,6 +3,8 @@ anyone. So the driver's loop is one, whether outcomes alone are learnt from or t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from megatron_mopd.trajectory_file import Sampled
@@ -19,6 +21,8 @@ class NoTeacher:
 
     def route(self, cell: Cell) -> str:
         return ""
+
+    def expect(self, counts: Mapping[str, int]) -> None: ...
 
     def submit(self, teacher: str, sampled: Sampled) -> None:
         self.held.append(sampled)

@@ -205,6 +205,7 @@ def logprobs_by_head(
     from megatron_mopd.mcore.microbatch import from_bits
     from megatron_mopd.mcore.teacher_heads import TeacherHeads
     from megatron_mopd.objectives.logprobs import vocab_parallel_logprobs
+    from megatron_mopd.token_rows import TokenRows
 
     ranks, found = start_ranks(config), []
     head: Any = ranks.models[-1].output_layer if ranks.models[-1].post_process else None
@@ -212,16 +213,16 @@ def logprobs_by_head(
     for teacher in config.teachers.models:
         if teacher.name not in teachers:
             continue
-        scores: list[Any] = [ranks.score_hidden(teacher.name, prompts, responses)]
+        scores: list[Any] = [ranks.score_hidden(teacher.name, TokenRows.of(prompts, responses))]
         dist.broadcast_object_list(scores, src=0)
         if head is None or heads is None:
             continue
-        hidden_MD = from_bits(np.concatenate([row.hidden for row in scores[0]]))
+        hidden_MD = from_bits(scores[0].hidden)
         weight_vD = heads.weights[teacher.cell].to(hidden_MD.dtype)
         logits_Mv = hidden_MD.float() @ weight_vD.float().t() / config.rollout.temperature
         target_M = torch.from_numpy(np.concatenate(responses)).long()
         got = vocab_parallel_logprobs(logits_Mv, target_M, head.vocabulary.start, head.tp_group).logprobs_T.numpy()
-        found.append((np.concatenate([row.logprobs for row in scores[0]]), got, hidden_MD.dtype))
+        found.append((scores[0].logprobs, got, hidden_MD.dtype))
     return found
 
 

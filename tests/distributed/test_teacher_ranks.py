@@ -16,6 +16,7 @@ from ranks import Pools
 from tiny import LAYOUTS, VOCAB_SIZE, write_checkpoint
 
 from megatron_mopd.config import Config
+from megatron_mopd.token_rows import TokenRows
 
 TEACHERS = ("a", "b", "c")
 TEMPERATURES = (1.0, 0.7)
@@ -70,9 +71,15 @@ def start_ranks(config: Config):
     return TeacherRanks(config)
 
 
+def scored(ranks: Any, teacher: str, prompts: Rows, responses: Rows) -> Rows | None:
+    """The log-probs of each row, on rank 0."""
+    scores = ranks.score(teacher, TokenRows.of(prompts, responses))
+    return None if scores is None else np.split(scores.logprobs, np.cumsum([len(r) for r in responses])[:-1])
+
+
 def score(configs: Sequence[Config], teachers: Sequence[str], prompts: Rows, responses: Rows) -> list[Rows | None]:
     """The scores of each configuration by each teacher in order."""
-    return [ranks.score(name, prompts, responses) for ranks in map(start_ranks, configs) for name in teachers]
+    return [scored(ranks, name, prompts, responses) for ranks in map(start_ranks, configs) for name in teachers]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +133,7 @@ def take_turns(config: Config, prompts: Rows, responses: Rows) -> tuple[list[Row
     """Scores of a, b, c, a, b, c, a; and after each which teachers are on the device and in host memory."""
     ranks, scores, places = start_ranks(config), [], []
     for name in (*TEACHERS, *TEACHERS, "a"):
-        scores.append(ranks.score(name, prompts, responses))
+        scores.append(scored(ranks, name, prompts, responses))
         places.append((ranks.weights.resident, ranks.weights.offloaded))
     return scores, places
 
@@ -206,7 +213,7 @@ def hashes_around_scoring(config: Config, prompts: Rows, responses: Rows) -> tup
 
     before = digests()
     for name in (*TEACHERS, "a"):
-        ranks.score(name, prompts, responses)
+        scored(ranks, name, prompts, responses)
     return before, digests()
 
 
@@ -273,7 +280,7 @@ def errors_of_batches(config: Config, batches: Sequence[tuple[str, Rows, Rows]])
     ranks, errors = start_ranks(config), []
     for batch in batches:
         try:
-            ranks.score(*batch)
+            scored(ranks, *batch)
             errors.append("")
         except UserError as error:
             errors.append(str(error))
@@ -318,7 +325,7 @@ def errors_around_a_change(config: Config, replacement: Path, prompts: Rows, res
     dist.barrier()
     for name in ("a", "b", "a", "c", "b"):
         try:
-            ranks.score(name, prompts, responses)
+            scored(ranks, name, prompts, responses)
             errors.append("")
         except UserError as error:
             errors.append(str(error))

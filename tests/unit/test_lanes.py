@@ -106,6 +106,25 @@ def test_lane_sends_by_arrival_and_scores_each_trajectory_once(delay: float) -> 
     assert again == []
 
 
+def test_the_last_one_of_a_step_is_scored_while_other_lanes_are_still_sampled() -> None:
+    endpoints = {"a": Endpoint(), "b": Endpoint()}
+    lanes = lanes_of({name: [endpoint] for name, endpoint in endpoints.items()})
+
+    async def work() -> list[list[str]]:
+        lanes.expect({"a": 3, "b": 2})
+        for k in range(3):
+            lanes.submit("a", sampled(k))
+        lanes.submit("b", sampled(3))
+        await asyncio.sleep(0.05)
+        before = [[*batch] for endpoint in endpoints.values() for batch in endpoint.batches]
+        lanes.submit("b", sampled(4))
+        assert ids(await lanes.drain(0)) == ["t0", "t1", "t2", "t3", "t4"]
+        return before
+
+    assert run(lanes, work) == [["t0", "t1"], ["t2"]]
+    assert endpoints["b"].batches == [["t3", "t4"]]
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [

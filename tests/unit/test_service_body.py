@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import save
-from scoring import rows
+from scoring import token_rows
 
 from megatron_mopd.service.body import (
     SMALL_VOCABULARY,
@@ -21,32 +21,34 @@ from megatron_mopd.service.body import (
     encode_call,
     encode_reply,
 )
+from megatron_mopd.token_rows import TokenRows
 
 
 def call_of(count: int = 40) -> ScoreCall:
-    prompts, responses = rows(count)
-    return ScoreCall("a", prompts, responses, 0.7, "print")
+    return ScoreCall("a", token_rows(count), 0.7, "print")
 
 
 @pytest.mark.parametrize("vocab_size", [250, SMALL_VOCABULARY, SMALL_VOCABULARY + 1, 1 << 31])
 def test_a_request_is_decoded_to_what_was_encoded(vocab_size: int) -> None:
     highest = np.array([vocab_size - 1, 0], np.int64).astype(np.int32)
-    call = ScoreCall("teacher é", [highest, highest[:1]], [highest[:0], highest], 0.1 + 0.2, "0123")
+    rows = TokenRows.of([highest, highest[:1]], [highest[:0], highest])
+    call = ScoreCall("teacher é", rows, 0.1 + 0.2, "0123")
     decoded = decode_call(encode_call(call, vocab_size))
     assert (decoded.teacher, decoded.temperature, decoded.fingerprint) == ("teacher é", 0.1 + 0.2, "0123")
-    for ours, theirs in zip([*call.prompts, *call.responses], [*decoded.prompts, *decoded.responses], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-        assert theirs.dtype == np.int32
+    for (prompt, response), (got_prompt, got_response) in zip(call.rows, decoded.rows, strict=True):
+        np.testing.assert_array_equal(prompt, got_prompt)
+        np.testing.assert_array_equal(response, got_response)
+    assert decoded.rows.token_ids.dtype == np.int32
 
 
 def test_a_row_may_be_longer_than_65535_tokens() -> None:
     prompt, response = np.arange(70_000, dtype=np.int32) % 250, np.arange(3, dtype=np.int32)
-    decoded = decode_call(encode_call(ScoreCall("a", [prompt], [response], 1.0, "f"), 250))
-    assert (len(decoded.prompts[0]), len(decoded.responses[0])) == (70_000, 3)
+    decoded = decode_call(encode_call(ScoreCall("a", TokenRows.of([prompt], [response]), 1.0, "f"), 250))
+    assert (decoded.rows.prompt_lengths[0], decoded.rows.response_lengths[0]) == (70_000, 3)
 
 
 def test_no_rows_are_a_request_too() -> None:
-    assert decode_call(encode_call(ScoreCall("a", [], [], 1.0, ""), 250)).prompts == []
+    assert len(decode_call(encode_call(ScoreCall("a", TokenRows.of([], []), 1.0, ""), 250)).rows) == 0
 
 
 def test_a_reply_is_decoded_to_what_was_encoded() -> None:
@@ -77,7 +79,7 @@ def test_a_scored_token_costs_few_bytes() -> None:
     16 tokens of prompt and about 9 of response."""
     rng = np.random.default_rng(0)
     prompts, responses = ([rng.integers(0, 70, n).astype(np.int32) for n in [size] * 96] for size in (16, 9))
-    there = encode_call(ScoreCall("coding-high", prompts, responses, 1.0, "0123456789abcdef"), 70)
+    there = encode_call(ScoreCall("coding-high", TokenRows.of(prompts, responses), 1.0, "0123456789abcdef"), 70)
     back = encode_reply(ScoreReply("coding-high", "0123456789abcdef", "0" * 32, np.zeros(96 * 9, np.float32)))
     assert (len(there) + len(back)) / (96 * 9) <= 12
 

@@ -215,7 +215,7 @@ def replying(config: Config, change: Callable[[ScoreReply], bytes]) -> Handler:
 
     async def handler(request: web.Request) -> web.Response:
         call = decode_call(await request.read())
-        values = [formula(call.teacher, p, r) for p, r in zip(call.prompts, call.responses, strict=True)]
+        values = [formula(call.teacher, p, r) for p, r in call.rows]
         key = request.headers["Idempotency-Key"]
         print_of = str(fingerprint(config.teachers.models[0].checkpoint))
         return web.Response(body=change(ScoreReply(call.teacher, print_of, key, np.concatenate(values))))

@@ -14,7 +14,7 @@ import aiohttp
 import numpy as np
 import orjson
 import pytest
-from scoring import MAX_TOKENS, TEACHERS, Scoring, config_of, formula, rows, scoring, send, until
+from scoring import MAX_TOKENS, TEACHERS, Scoring, config_of, formula, rows, scoring, send, token_rows, until
 from tiny import VOCAB_SIZE
 
 from megatron_mopd.errors import UserError
@@ -41,9 +41,8 @@ def run(body: Body, **session: Any) -> None:
 
 
 def call_of(teacher: str = "a", count: int = 5, seed: int = 0, **fields: Any) -> bytes:
-    prompts, responses = rows(count, seed)
     words = {"temperature": 1.0, "fingerprint": f"print-{teacher}", **fields}
-    return encode_call(ScoreCall(teacher, prompts, responses, **words), VOCAB_SIZE)
+    return encode_call(ScoreCall(teacher, token_rows(count, seed), **words), VOCAB_SIZE)
 
 
 def expected(teacher: str = "a", count: int = 5, seed: int = 0) -> np.ndarray:

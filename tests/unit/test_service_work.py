@@ -8,17 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scoring import formula, hidden_of, rows
+from scoring import formula, hidden_of, scores_of, token_rows
 
 from megatron_mopd.scores import Scores
 from megatron_mopd.service import work as module
 from megatron_mopd.service.work import QueueFull, Request, ScoreWork, WorkQueue
+from megatron_mopd.token_rows import TokenRows
 
 
 def request(teacher: str = "a", sizes: list[int] | None = None, settle: Any = lambda _: None) -> Request:
     """Rows of so many tokens, the first one the prompt."""
     sizes = [4] if sizes is None else sizes
-    return Request(teacher, [np.zeros(1, np.int32)] * len(sizes), [np.zeros(n - 1, np.int32) for n in sizes], settle)
+    return Request(teacher, TokenRows.of([[0]] * len(sizes), [[0] * (n - 1) for n in sizes]), settle)
 
 
 def take(queue: WorkQueue) -> ScoreWork:
@@ -28,35 +29,31 @@ def take(queue: WorkQueue) -> ScoreWork:
 
 
 def finish(work: ScoreWork) -> None:
-    rows = zip(work.prompts, work.responses, strict=True)
-    work.done([Scores(formula(work.teacher, p, r), hidden_of(work.teacher, r)) for p, r in rows])
+    work.done(scores_of(work))
 
 
-def test_requests_are_merged_in_order_of_arrival_up_to_the_budget_and_sorted() -> None:
+def test_requests_are_merged_in_order_of_arrival_up_to_the_budget() -> None:
     queue = WorkQueue(batch_tokens=10, max_waiting_tokens=1000)
     for sizes in ([5, 2], [3], [4, 6], [20], [1]):
         queue.add(request(sizes=sizes))
-    batches = [sorted(map(len, work.responses)) for work in iter(lambda: queue.take(0.0), None)]
-    assert [[n + 1 for n in batch] for batch in batches] == [[2, 3, 5], [4, 6], [20], [1]]
+    batches = [work.rows.lengths.tolist() for work in iter(lambda: queue.take(0.0), None)]
+    assert batches == [[5, 2, 3], [4, 6], [20], [1]]
 
 
 def test_every_row_gets_its_own_scores_however_requests_are_spread_over_batches() -> None:
     queue, answers = WorkQueue(batch_tokens=30, max_waiting_tokens=1 << 20), {}
     for i in range(8):
-        prompts, responses = rows(13, seed=i)
-        queue.add(Request("ab"[i % 2], prompts, responses, partial(answers.setdefault, i), with_hidden=i % 3 == 0))
+        queue.add(Request("ab"[i % 2], token_rows(13, seed=i), partial(answers.setdefault, i), with_hidden=i % 3 == 0))
     while (work := queue.take(0.0)) is not None:
-        lengths = [len(p) + len(r) for p, r in zip(work.prompts, work.responses, strict=True)]
-        assert lengths == sorted(lengths)
-        assert sum(lengths) <= 30
+        assert len(work.rows.token_ids) == work.rows.lengths.sum() <= 30
         finish(work)
     for i in range(8):
-        prompts, responses = rows(13, seed=i)
-        for got, prompt, response in zip(answers[i], prompts, responses, strict=True):
-            np.testing.assert_array_equal(got.logprobs, formula("ab"[i % 2], prompt, response))
-            assert (got.hidden is None) == (i % 3 > 0), "only where it was asked for"
-            if got.hidden is not None:
-                np.testing.assert_array_equal(got.hidden, hidden_of("ab"[i % 2], response))
+        pairs, teacher = list(token_rows(13, seed=i)), "ab"[i % 2]
+        np.testing.assert_array_equal(answers[i].logprobs, np.concatenate([formula(teacher, *pair) for pair in pairs]))
+        assert (answers[i].hidden is None) == (i % 3 > 0), "only where it was asked for"
+        if answers[i].hidden is not None:
+            want = np.concatenate([hidden_of(teacher, response) for _, response in pairs])
+            np.testing.assert_array_equal(answers[i].hidden, want)
     assert queue.idle
     assert queue.waiting_tokens == 0
 
@@ -120,7 +117,7 @@ def test_a_failure_is_that_of_the_requests_in_the_batch_alone() -> None:
     take(queue).failed(RuntimeError("no memory"))
     assert str(answers.pop("x")) == "no memory"
     finish(take(queue))  # nobody computes the rest of x
-    assert [len(row.logprobs) for row in answers["y"]] == [3]
+    assert len(answers["y"].logprobs) == 3
     assert queue.idle
 
 
@@ -132,8 +129,8 @@ def test_who_waits_for_work_is_woken() -> None:
 
 def test_rows_without_a_request_and_wrong_counts_are_no_answer() -> None:
     queue, answers = WorkQueue(batch_tokens=8, max_waiting_tokens=1000), []
-    queue.add(Request("a", [], [], answers.append))
-    assert answers == [[]]
+    queue.add(request(sizes=[], settle=answers.append))
+    assert [len(scores.logprobs) for scores in answers] == [0]
     queue.add(request())
     with pytest.raises(AssertionError):
-        take(queue).done([Scores(np.zeros(4, np.float32))])
+        take(queue).done(Scores(np.zeros(4, np.float32)))
