@@ -251,6 +251,36 @@ def test_whoever_is_ended_nothing_stays_and_a_rerun_goes_on(world: World, victim
     assert world.starts("a") == 1
 
 
+SLOW_TO_END = """\
+import pathlib, signal, sys, time
+product = pathlib.Path(sys.argv[1])
+again = product.exists()
+product.mkdir(exist_ok=True)
+def end(*_):
+    time.sleep(1.5)
+    (product / "ended").touch()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+(product / "starts").touch()
+if again:
+    sys.exit(0 if (product / "ended").exists() else 7)
+time.sleep(60)
+"""
+
+
+def test_a_command_whose_stage_was_killed_keeps_the_next_one_out_until_it_has_ended(world: World) -> None:
+    world.write(world.stage("a", command=["python", "-c", SLOW_TO_END, "$folder/a"]))
+    process = world.start("--stage", "a")
+    while not (world.folder / "run/a/starts").is_file():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=30)
+    assert world.states() == {"a": "running"}
+    assert world.make() == [0]
+    world.assert_nothing_is_left()
+
+
 def test_a_pipeline_may_be_a_stage_of_another(world: World, tmp_path: Path) -> None:
     """Several seeds of one, say. Ended from outside, it goes on inside."""
     inner = World(tmp_path / "inner")
