@@ -1,7 +1,7 @@
 """The stages of a pipeline on this machine, as many side by side as `max_parallel` allows.
 
 Each is a process of its own (stage.py). Of those that could start, the one with the longest chain waiting for it goes
-first. Promises (tests/unit/test_pipeline_local.py): what is done is not started; a failed stage stops what depends on
+first. Promises (tests/unit/test_pipeline_runs.py): what is done is not started; a failed stage stops what depends on
 it and nothing else; asked to end, or killed, it leaves no stage at work; the exit code is 0 only if all is done.
 """
 

@@ -2,7 +2,7 @@
 
     lock -> record "begun" -> command, in a process group of its own, output to RUN/logs/NAME.log -> record "done"
 
-Promises (tests/unit/test_pipeline_stage.py): two never work at the same stage; asked to end (SIGTERM, SIGINT), or left
+Promises (tests/unit/test_pipeline_runs.py): two never work at the same stage; asked to end (SIGTERM, SIGINT), or left
 by its parent, it ends its command's group, first with SIGTERM, after GRACE_S with SIGKILL; killed outright, its command
 is told to end by the kernel, and holds the lock until it has; whatever was killed, the same command goes on.
 """

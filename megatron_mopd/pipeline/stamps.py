@@ -7,7 +7,7 @@ that is made again gets a new stamp, whatever came out; so all that follows from
                                |----command failed------->  failed
 
 The record is written beside its place and renamed, `begun` before anything is touched and `done` after all is there: a
-kill at any moment leaves a record that says how to go on. Promises (tests/unit/test_pipeline_stamps.py): a stage is
+kill at any moment leaves a record that says how to go on. Promises (tests/unit/test_pipeline_runs.py): a stage is
 done if and only if its record says so under today's key, its needs are done and its product exists.
 """
 

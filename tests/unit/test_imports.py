@@ -90,8 +90,8 @@ def test_backends_are_imported_by_build_only(backend: str) -> None:
     assert importers(f"megatron_mopd.{backend}", allowed=allowed, but=READ_BY_PREFLIGHT) == []
 
 
-@pytest.mark.parametrize("package", ["servers", "service"])
-def test_servers_and_the_front_of_the_service_know_no_torch(package: str) -> None:
+@pytest.mark.parametrize("package", ["servers", "service", "pipeline"])
+def test_servers_pipelines_and_the_front_of_the_service_know_no_torch(package: str) -> None:
     heavy = ("torch", "transformers", "megatron", "safetensors.torch")
     for module in sorted((PACKAGE / package).glob("*.py")):
         assert [name for name, _ in imports(module) if under(name, *heavy)] == [], module.name
