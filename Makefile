@@ -71,5 +71,5 @@ $(DEMO): setup.py $(CONSTRAINTS) | $(BIN)/python
 
 $(DEV): setup.py $(CONSTRAINTS) | $(BIN)/python
 	@echo "installing into $(VENV), with what the tests and checks need"
-	@$(INSTALL) -e '.[embedded,wandb,dev]'
+	@$(INSTALL) -e '.[embedded,wandb,parquet,dev]'
 	@touch $(DEMO) $@

@@ -73,8 +73,9 @@ def test_a_missing_file_and_another_encoding_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("as_text", [False, True])
 def test_parquet_holds_the_same(tmp_path: Path, as_text: bool) -> None:
     """Rows of a struct column have every key of any of them; those without a value are absent."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     other = {**LINE, "id": "e", "effort": None, "messages": [ASK, SAY]}
     rows = [{**row, "messages": json.dumps(row["messages"]) if as_text else row["messages"]} for row in (LINE, other)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
