@@ -75,8 +75,8 @@ def _json(text: str | bytes, where: str) -> Any:
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
     try:
-        import pyarrow  # pyright: ignore[reportMissingImports]
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+        import pyarrow
+        from pyarrow import parquet
     except ImportError:
         raise UserError(f"{file}: reading parquet needs pyarrow; pip install pyarrow, or write JSONL") from None
     try:
