@@ -46,7 +46,7 @@ class Decontamination:
 
 
 def write_splits(
-    folder: Path,
+    folder: Path | str,
     generators: Sequence[Generator],
     splits: Sequence[Split],
     seed: int,
@@ -54,6 +54,7 @@ def write_splits(
 ) -> dict[str, list[Task]]:
     """Write `folder`/<split>_<domain>.jsonl for every generator; return the tasks by the name of the file without its
     ending."""
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, list[Task]] = {}
     for generator in generators:
