@@ -95,7 +95,8 @@ def _new_task(
             return task
     raise UserError(
         f"split {split}: {generator.domain} has too few different tasks of difficulty {difficulty}: {MAX_REDRAWS} "
-        f"draws in a row were in it or in a split before it; ask for fewer than {len(tasks)} or loosen the decontamination"
+        f"draws in a row were in it or in a split before it; ask for fewer than {len(tasks)} or loosen the "
+        "decontamination"
     )
 
 
