@@ -46,7 +46,7 @@ class Decontamination:
 
 
 def write_splits(
-    folder: Path,
+    folder: Path | str,
     generators: Sequence[Generator],
     splits: Sequence[Split],
     seed: int,
@@ -54,6 +54,7 @@ def write_splits(
 ) -> dict[str, list[Task]]:
     """Write `folder`/<split>_<domain>.jsonl for every generator; return the tasks by the name of the file without its
     ending."""
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, list[Task]] = {}
     for generator in generators:
@@ -95,7 +96,7 @@ def _new_task(
             return task
     raise UserError(
         f"split {split}: {generator.domain} has too few different tasks of difficulty {difficulty}: {MAX_REDRAWS} "
-        f"draws in a row were in it or in a split before it; ask for fewer than {len(tasks)} or loosen the "
+        f"draws in a row were in it or in a split before it; ask for fewer than {len(tasks)}, or loosen the "
         "decontamination"
     )
 
