@@ -26,9 +26,9 @@ def final_taus(config: Config) -> dict[Cell, float]:
 def taus_at(config: Config, step: int) -> dict[Cell, float]:
     """Those of a training step, from 0."""
     final, start = final_taus(config), config.budgets.start
-    if start is None:
-        return final
-    done = min(1.0, step / (config.budgets.anneal_fraction * config.run.num_steps))
+    done = step / (config.budgets.anneal_fraction * config.run.num_steps)
+    if start is None or done >= 1.0:
+        return final  # and not start + (tau - start), which may be a float below: a budget would lose its last token
     return {cell: start + done * (tau - start) for cell, tau in final.items()}
 
 

@@ -4,7 +4,8 @@ the question is where the walk ends.
     Facts: the mentor of Dabo is Kelu. the rival of Kelu is Strima. the mentor of Strima is Dabo. ...
     Question: who is the rival of the mentor of Dabo?                                            label: Strima
 
-Difficulty is the number of hops. A task's answer follows from the facts that it shows: `KnowledgeGraph.follow` on them
+Difficulty is the number of hops. A question is the same whatever facts stand round it: asked in one split, it is asked
+in no other. A task's answer follows from the facts that it shows: `KnowledgeGraph.follow` on them
 alone gives the label (tests/unit/test_synthesis.py).
 """
 
@@ -40,9 +41,10 @@ class GraphQuestions:
         walk = self._graph.walk(difficulty, rng)
         facts = self._shown(walk, rng)
         shown = " ".join(f"the {fact.relation} of {fact.subject} is {fact.object}." for fact in facts)
-        content = f"Facts: {shown}\nQuestion: who is {question(walk)}? Answer with the name alone."
+        asked = question(walk)
+        content = f"Facts: {shown}\nQuestion: who is {asked}? Answer with the name alone."
         metadata = {"start": walk.start, "relations": list(walk.relations), "facts": [list(fact) for fact in facts]}
-        return Task(({"role": "user", "content": content},), walk.end, difficulty, metadata)
+        return Task(({"role": "user", "content": content},), walk.end, difficulty, metadata, question=asked)
 
     def _shown(self, walk: Walk, rng: Random) -> list[Fact]:
         """The facts of the walk among others; the graph has no other object for any step of the walk."""

@@ -21,6 +21,9 @@ class Task:
     difficulty: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
     budget_tokens: float | None = None
+    question: str | None = None
+    """What is asked, where other words round it ask the same: held out with some, it is held out with any. None: only
+    the words say."""
 
     @property
     def text(self) -> str:

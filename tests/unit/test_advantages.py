@@ -89,6 +89,13 @@ def test_a_group_of_equals_learns_nothing_unless_it_is_below_the_floor() -> None
     assert outcome_advantages(worst, Advantage(baseline_floor=0.0, min_std=0.4)).tolist() == [-2.5] * 4
 
 
+@pytest.mark.parametrize("num_samples", [2, 3, 6, 7])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
+def test_equal_rewards_have_no_advantage_to_the_bit(reward: float, num_samples: int) -> None:
+    evenly = trajectories([Outcome(reward, 1)] * num_samples, [0] * num_samples)
+    assert not outcome_advantages(evenly, Advantage(min_std=1e-9)).any()
+
+
 def test_no_order_changes_a_bit() -> None:
     sampled = draw(seed=1)
     by_id = dict(zip((t.id for t in sampled), outcome_advantages(sampled, Advantage()).tolist(), strict=True))

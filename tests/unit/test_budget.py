@@ -11,7 +11,7 @@ from megatron_mopd.config import Budgets, Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.preflight import check_budgets
 from megatron_mopd.rollout.budget import budget_tokens, final_taus, taus_at
-from megatron_mopd.types import Cell, Prompt
+from megatron_mopd.types import Cell, Outcome, Prompt
 
 TAU = {"low": 0.34, "max": 1.5}
 
@@ -52,8 +52,14 @@ def test_tau_goes_linearly_from_start_to_its_own_and_stays() -> None:
     for effort, tau in TAU.items():
         got = [taus_at(annealed, step)[Cell("law", effort)] for step in range(20)]
         np.testing.assert_allclose(got, np.interp(np.arange(20), [0, 8], [3.0, tau]), rtol=1e-14)
-        assert got[8:] == [pytest.approx(tau)] * 12
+        assert got[8:] == [tau] * 12
     assert taus_at(config(tau=TAU), 0) == final_taus(config(tau=TAU)), "without a start tau is its own at once"
+
+
+def test_an_annealed_budget_keeps_its_last_token() -> None:
+    """0.2 + (0.05 - 0.2) is below 0.05, and 20 times that below 1."""
+    taus = taus_at(config(tau={"low": 0.05, "max": 0.05}, start=0.2), 9)
+    assert Outcome(1.0, 1, budget_tokens(prompt(b0=20.0), taus)).is_within_budget
 
 
 @pytest.mark.parametrize("tau", [{"low": 0}, {"law": {"low": -1.0}}, {"low": "x"}, {"low": True}])

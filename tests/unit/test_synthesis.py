@@ -125,6 +125,18 @@ def test_splits_share_no_task_and_meet_their_difficulties(tmp_path: Path) -> Non
     assert Counter(t.difficulty for t in written["train_general"]) == {1: 20, 2: 20, 4: 20}
 
 
+def test_a_question_of_one_split_is_in_no_other_whatever_facts_stand_round_it(tmp_path: Path) -> None:
+    """Of these names each split would ask a third again, among facts in another order, and the answer is the same."""
+    names = random_graph(Random(1), num_entities=12, relations=("mentor", "rival", "heir"))
+    generator = GraphQuestions(names, domain="general", environment="graph")
+    splits = [Split("eval", 40, {1: 1, 2: 1}), Split("train", 80, {1: 1, 2: 1})]
+    asked = [
+        {(t.metadata["start"], *t.metadata["relations"]) for t in tasks}
+        for tasks in write_splits(tmp_path, [generator], splits, seed=0).values()
+    ]
+    assert asked[0].isdisjoint(asked[1])
+
+
 def test_decontamination_goes_by_n_grams_too(tmp_path: Path) -> None:
     rule = Decontamination(ngram_words=3, max_share=0.3)  # neither "a + b" nor "b + c" of "a + b + c"
     splits = [Split("eval", 30, {1: 1}), Split("train", 30, {2: 1})]
