@@ -5,7 +5,7 @@
                                         (--static: read files only, start and sample nothing)
     mopd eval CONFIG [a.b=c ...]        score SFT policy, teachers and RUN/student in every cell: RUN/summary.json
     mopd eval-table RUN [RUN ...]       the evaluations of runs that differ in their seed as one table;
-                                        NAME=RUN[,RUN ...] [...]: one line per name; --out FILE.json or FILE.md writes it
+                                        NAME=RUN[,RUN ...] [...]: a line per name; --out FILE.json or FILE.md writes it
     mopd report RUN                     write RUN/report.html
     mopd pipeline FILE [a.b=c ...]      run the stages of a YAML graph that are not done (--status: say which those are;
                                         --stage NAME: run that one alone)
