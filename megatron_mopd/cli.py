@@ -21,13 +21,16 @@ Bad input is one line and exit code 2.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_mopd.config import Config, load_config, split_arguments
 from megatron_mopd.errors import UserError
+from megatron_mopd.ranks import end_with_launcher, rank
 
 OTHER_RANKS_WAIT_S = 3.0
 STATIC = "--static"
@@ -57,6 +60,20 @@ def guarded(command: Callable[[], int | None], rank: int = 0) -> int:
         time.sleep(OTHER_RANKS_WAIT_S)
     print(f"mopd: {line}", file=sys.stderr, flush=True)
     return code
+
+
+def run_rank(work: Callable[[Config], object]) -> NoReturn:
+    """The whole of a rank's process: `work` on the configuration that its command line names."""
+
+    def command() -> None:
+        config = read_config(sys.argv[1:])
+        if config is not None:
+            work(config)
+
+    end_with_launcher()
+    code = guarded(command, rank())
+    sys.stdout.flush()
+    os._exit(code)  # the other ranks may be gone: no collective, no worker thread may hold the exit
 
 
 def read_config(words: list[str]) -> Config | None:

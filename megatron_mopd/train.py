@@ -9,19 +9,17 @@ with a hang.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from megatron_mopd import build
-from megatron_mopd.cli import guarded, read_config
+from megatron_mopd.cli import run_rank
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.link import StepRequest
 from megatron_mopd.preflight import preflight
-from megatron_mopd.ranks import end_with_launcher, rank, world_size
+from megatron_mopd.ranks import rank, world_size
 from megatron_mopd.store import StoredBatch
 
 
@@ -84,17 +82,5 @@ def train(config: Config) -> None:
         Trainer(parts).run()
 
 
-def main() -> None:
-    def command() -> None:
-        config = read_config(sys.argv[1:])
-        if config is not None:
-            train(config)
-
-    end_with_launcher()
-    code = guarded(command, rank())
-    sys.stdout.flush()
-    os._exit(code)  # the other ranks may be gone: no collective, no worker thread may hold the exit
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(train)

@@ -30,6 +30,7 @@ class BalancedRouter(TopKRouter):
     @classmethod
     def install(cls, models: Sequence[GPTModel]) -> None:
         """Turn the routers of the models into this."""
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of earlier models it may have another shape
         for model in models:
             for module in model.modules():
                 if type(module) is TopKRouter:

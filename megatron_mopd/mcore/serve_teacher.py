@@ -11,9 +11,7 @@ alone. No learner is made here.
 from __future__ import annotations
 
 import enum
-import os
 import signal
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mopd.cli import guarded, read_config
+from megatron_mopd.cli import run_rank
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device, parallel
 from megatron_mopd.mcore.teacher_ranks import TeacherRanks, max_tokens, service_layout
-from megatron_mopd.ranks import end_with_launcher, rank
+from megatron_mopd.ranks import rank
 from megatron_mopd.teachers.identity import fingerprint
 from megatron_mopd.token_rows import TokenRows
 
@@ -130,17 +128,5 @@ def _broadcast(tensor: Tensor) -> Tensor:
     return on_device.cpu()
 
 
-def main() -> None:
-    def command() -> None:
-        config = read_config(sys.argv[1:])
-        if config is not None:
-            serve(config)
-
-    end_with_launcher()
-    code = guarded(command, rank())
-    sys.stdout.flush()
-    os._exit(code)  # the other ranks may be gone: no collective, no worker thread may hold the exit
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(serve)
