@@ -57,7 +57,7 @@ def write_budgets(config: Config) -> dict[str, Any]:
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
     rendered = render(prompts, renderer, config.budgets.estimate.effort)
     sampling = replace(build.sampling(config, renderer.tokenizer), taus={})
-    with build.servers(only_student(config)):
+    with build.student_servers(config):
         outcomes = asyncio.run(_sample(rendered, sampling, config.budgets.estimate.samples_per_prompt))
     measured = estimate(prompts, outcomes, config.budgets.estimate)
     (config.run.folder / "prompts").mkdir(parents=True, exist_ok=True)
@@ -78,11 +78,6 @@ def output_files(config: Config) -> dict[Path, Path]:
         if source.absolute() == output.absolute():
             raise UserError(f"prompts.files: {source} is what this run would write; name the file that it came from")
     return outputs
-
-
-def only_student(config: Config) -> Config:
-    """The same with no teacher server to start."""
-    return config.model_copy(update={"teachers": config.teachers.model_copy(update={"models": ()})})
 
 
 def render(prompts: Sequence[Prompt], renderer: Renderer, effort: str | None) -> list[RenderedPrompt]:

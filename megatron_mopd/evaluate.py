@@ -23,6 +23,7 @@ from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore.layout import Layout
+from megatron_mopd.preflight import check_sampled_teachers
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.render import Renderer
 from megatron_mopd.prompts.source import cell_pool
@@ -43,13 +44,13 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     student = config.run.folder / "student"
     read_hf_config(student, "run.folder (its student/, which a finished training run leaves)")
     Router(config.teachers.models, config.prompts.cells)
-    check_teachers(config)
+    check_sampled_teachers(config)
     rows = read_record(config.run.folder) if has_record(config.run.folder) else []
     steps_s = sum(row["timing"].get("time/step_s") or 0.0 for row in rows)
     start = time.monotonic()
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
     prompts = evaluation_prompts(config, renderer)
-    with build.servers(without_teachers(config)):
+    with build.student_servers(config):
         scores = asyncio.run(_score_models(config, build.sampling(config, renderer.tokenizer), student, prompts))
     cells = [
         CellScores(cell.domain, cell.effort, *(scores[policy][cell] for policy in POLICIES))
@@ -59,21 +60,6 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     summary = write_summary(config.run.folder, cells, rows, wall_s=steps_s + time.monotonic() - start, layout=layout)
     print_summary(summary, Console())
     return summary
-
-
-def check_teachers(config: Config) -> None:
-    """They are sampled here, by an engine that loads Hugging Face folders."""
-    if in_megatron := [t for t in config.teachers.models if t.megatron_checkpoint is not None]:
-        raise UserError(
-            f"teacher {in_megatron[0].name}: mopd eval samples from Hugging Face folders, and its weights are in "
-            f"{in_megatron[0].megatron_checkpoint}; name a folder with its weights as checkpoint, without "
-            "megatron_checkpoint"
-        )
-
-
-def without_teachers(config: Config) -> Config:
-    """The same, with no teacher server to start."""
-    return config.model_copy(update={"teachers": config.teachers.model_copy(update={"models": ()})})
 
 
 def evaluation_prompts(config: Config, renderer: Renderer) -> dict[Cell, list[RenderedPrompt]]:

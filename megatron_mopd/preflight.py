@@ -61,7 +61,7 @@ def preflight(config: Config, world_size: int) -> str:
 
 
 def check_before_sampling(config: Config) -> None:
-    """What only the initial student is sampled for: a run of `mopd budgets`."""
+    """Where nothing is trained: `mopd budgets` and `mopd sample-teachers`."""
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     check_student(config.student.checkpoint, hf_config)
     check_run_folder(config.run.folder)
@@ -112,7 +112,23 @@ def check_teachers(config: Config) -> list[str]:
                 "weights to a Hugging Face folder"
             )
         read_facts(teacher.megatron_checkpoint)
+    names = [teacher.name for teacher in config.teachers.models]
+    if unknown := [name for name in config.teachers.other_origin if name not in names]:
+        raise UserError(
+            f"teachers.other_origin: no teacher is named {unknown[0]}; known: {', '.join(names) or 'none'}; correct or "
+            "remove it"
+        )
     return said
+
+
+def check_sampled_teachers(config: Config) -> None:
+    """An engine that loads Hugging Face folders is to sample them."""
+    if in_megatron := [t for t in config.teachers.models if t.megatron_checkpoint is not None]:
+        raise UserError(
+            f"teacher {in_megatron[0].name}: teachers are sampled from Hugging Face folders, and its weights are in "
+            f"{in_megatron[0].megatron_checkpoint}; name a folder with its weights as checkpoint, without "
+            "megatron_checkpoint"
+        )
 
 
 def check_objective(config: Config, hf_config: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from examples.k3_miniature import environments, world
-from examples.k3_miniature.generators import MiniatureTasks, to_turns
+from examples.k3_miniature.generators import MiniatureTasks, by_second_convention, to_turns
 from examples.quickstart import environments as quickstart
 from examples.quickstart.tasks import DOMAINS, EFFORTS, TASKS, VOCABULARY, Demonstration
 from examples.quickstart.world import ENVIRONMENTS, prompt_words
@@ -154,6 +154,38 @@ def test_a_task_without_its_label_is_refused_before_it_is_sampled(tokenizer, dom
     for refuse in (factory.check_prompt, lambda p, **options: factory(p, tokenizer, **options)):
         with pytest.raises(UserError, match="prompt general-7 cannot be judged by verifier"):
             refuse(prompt, **entry.options)
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_the_second_convention_says_the_same_otherwise(tokenizer, domain: str):
+    """It earns and spends as much; only of calls there is no other form."""
+    rng, generator, entry = Random(domain), MiniatureTasks(domain), CONFIG.environments[ENVIRONMENTS[domain]]
+    make = getattr(environments, entry.factory.partition(":")[2])
+    others = 0
+    for _ in range(200):
+        task = generator.draw(rng.choice(generator.difficulties), rng)
+        first = task.solvable.demonstrate(rng.randrange(7), 0.12, rng)
+        second = by_second_convention(domain, first)
+        assert sorted(second.words) == sorted(first.words)
+        environment = make(make_prompt(task, domain), tokenizer, **entry.options)
+        assert outcome(environment, second) == outcome(environment, first)
+        others += second != first
+    assert others == 0 if domain == "agents" else others > 150
+
+
+def test_the_second_origin_has_the_prompts_of_the_first(folder: Path, tmp_path: Path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "SPLITS", tuple(Split(s.name, s.num_tasks // 16, s.weights) for s in world.SPLITS))
+        patch.setattr(world, "NUM_DEMONSTRATIONS", 300)
+        world.write_world(tmp_path, seed=3, second_origin=True)
+    same = {
+        str(f.relative_to(tmp_path)): f.read_bytes() == (folder / f.relative_to(tmp_path)).read_bytes()
+        for f in tmp_path.rglob("*")
+        if f.is_file()
+    }
+    assert [name for name in sorted(same) if not same[name]] == ["base/model.safetensors", "demonstrations/sft.jsonl"]
+    for row, other in zip(demonstrated(folder), demonstrated(tmp_path), strict=True):
+        assert row["messages"][:2] == other["messages"][:2]
 
 
 def test_difficulty_is_the_number_of_steps():
