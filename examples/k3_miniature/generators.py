@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from random import Random
 from typing import Any
 
@@ -63,18 +62,6 @@ def to_turns(domain: str, demonstration: Demonstration) -> list[Message]:
     if domain == "agents":
         return [*_calls(thinking), {"role": "assistant", "content": answer}]
     return [{"role": "assistant", "reasoning_content": " ".join(thinking), "content": answer}]
-
-
-def by_second_convention(domain: str, demonstration: Demonstration) -> Demonstration:
-    """The same steps, said the other way round: a sum before its label, the comment of a line behind its code. Calls
-    have but one form."""
-    words = list(demonstration.words)
-    if domain == "general":
-        thoughts = words.index(ANSWER)
-        words[:thoughts] = chain.from_iterable(zip(words[1:thoughts:2], words[:thoughts:2], strict=True))
-    if domain == "coding":
-        words[:-1] = chain.from_iterable(zip(words[1:-1:3], words[2:-1:3], words[:-1:3], strict=True))
-    return demonstration._replace(words=tuple(words))
 
 
 def _calls(words: Sequence[str]) -> list[Message]:

@@ -1,15 +1,11 @@
 """Write the miniature's world into a folder, by seed:
 
 python -m examples.k3_miniature.world runs/k3_miniature/world --seed 0
-python -m examples.k3_miniature.world runs/k3_miniature/second_origin --seed 0 --second-origin
 
 prompts/{eval,tuning,train}_{general,agents,coding}.jsonl   no task is in two of them
 demonstrations/sft.jsonl                                    noisy, of random depth, as messages; none is evaluated
 base/                                                       the quickstart's random Qwen3-MoE and tokenizer, with a
                                                             chat template that renders whole conversations
-
-The second origin has the same prompts and demonstrates the same tasks, by another convention (generators.py) to a base
-model of another initialisation: its teachers are good, and far from a student of the first.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 from safetensors.numpy import save_file
 
-from examples.k3_miniature.generators import Message, MiniatureTask, MiniatureTasks, by_second_convention, to_turns
+from examples.k3_miniature.generators import Message, MiniatureTask, MiniatureTasks, to_turns
 from examples.quickstart.tasks import DOMAINS, EFFORTS, STEP_WEIGHTS
 from examples.quickstart.world import CONFIG, random_weights, write_tokenizer
 from megatron_mopd.synthesis.contamination import HeldOut
@@ -44,48 +40,42 @@ beyond 2 would beat the teacher of that effort."""
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
-def write_world(folder: Path, seed: int, second_origin: bool = False) -> None:
+def write_world(folder: Path, seed: int) -> None:
     """Write everything; files that are there already are replaced."""
     for name in ("base", "demonstrations"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     generators = [MiniatureTasks(domain) for domain in DOMAINS]
     tasks = write_splits(folder / "prompts", generators, SPLITS, seed)
-    write_base(folder / "base", np.random.default_rng([seed, 1] if second_origin else seed))
+    write_base(folder / "base", seed)
     held_out = HeldOut()
     held_out.add(chain.from_iterable(t for name, t in tasks.items() if not name.startswith("train")))
-    rows = [demonstrations(generator, held_out, seed, second_origin) for generator in generators]
+    rows = [demonstrations(generator, held_out, seed) for generator in generators]
     lines = [json.dumps(row) + "\n" for row in chain.from_iterable(zip(*rows, strict=True))]
     (folder / "demonstrations" / "sft.jsonl").write_text("".join(lines))
 
 
-def write_base(folder: Path, rng: np.random.Generator) -> None:
+def write_base(folder: Path, seed: int) -> None:
     write_tokenizer(folder)
     shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
-    save_file(random_weights(rng), folder / "model.safetensors", {"format": "pt"})
+    save_file(random_weights(np.random.default_rng(seed)), folder / "model.safetensors", {"format": "pt"})
 
 
-def demonstrations(
-    generator: MiniatureTasks, held_out: HeldOut, seed: int, second_origin: bool = False
-) -> list[dict[str, Any]]:
+def demonstrations(generator: MiniatureTasks, held_out: HeldOut, seed: int) -> list[dict[str, Any]]:
     """Of the three efforts in turn."""
     domain, rng = generator.domain, Random(f"demonstrations {generator.domain} {seed}")
     tasks = draw_split(generator, Split("demonstrations", NUM_DEMONSTRATIONS, WEIGHTS), held_out, rng)
     rows = []
     for i, task in enumerate(tasks):
         effort = EFFORTS[i % len(EFFORTS)]
-        messages = conversation(domain, task, rng.randint(*DEPTHS[effort]), ERROR_RATE, rng, second_origin)
+        messages = conversation(domain, task, rng.randint(*DEPTHS[effort]), ERROR_RATE, rng)
         rows.append({"id": f"{domain}-{i}", "domain": domain, "effort": effort, "messages": messages})
     return rows
 
 
-def conversation(
-    domain: str, task: Task, num_steps: int, error_rate: float, rng: Random, second_origin: bool = False
-) -> list[Message]:
+def conversation(domain: str, task: Task, num_steps: int, error_rate: float, rng: Random) -> list[Message]:
     """The prompt's messages and the turns of a demonstration."""
     demonstration = cast(MiniatureTask, task).solvable.demonstrate(num_steps, error_rate, rng)
-    if second_origin:
-        demonstration = by_second_convention(domain, demonstration)
     return [*(dict(message) for message in task.messages), *to_turns(domain, demonstration)]
 
 
@@ -93,6 +83,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--second-origin", action="store_true")
     arguments = parser.parse_args()
-    write_world(arguments.folder, arguments.seed, arguments.second_origin)
+    write_world(arguments.folder, arguments.seed)
