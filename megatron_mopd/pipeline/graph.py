@@ -60,7 +60,15 @@ class Stage(Table):
     def _flat(cls, command: Any) -> Any:
         if not isinstance(command, list):
             return command
-        return [word for part in command for word in (part if isinstance(part, list) else [part])]
+        return list(_words(command))
+
+
+def _words(command: list[Any]) -> Iterator[Any]:
+    for part in command:
+        if isinstance(part, list):
+            yield from _words(part)
+        else:
+            yield part
 
 
 class Pipeline(Table):

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from examples.k3_miniature import environments, world
-from examples.k3_miniature.generators import Message, MiniatureTasks, to_turns
+from examples.k3_miniature.generators import MiniatureTasks, to_turns
 from examples.k3_miniature.second_origin import said_otherwise, write_second_origin
 from examples.quickstart import environments as quickstart
 from examples.quickstart.tasks import DOMAINS, EFFORTS, TASKS, VOCABULARY, Demonstration
