@@ -163,7 +163,9 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    """As read_prompts finds them: the line separators of Unicode are text."""
+    with file.open("rb") as lines:
+        return [json.loads(line.decode("utf-8-sig")) for line in lines if line.strip()]
 
 
 def _with_budget(row: dict[str, Any], measured: Mapping[str, Measured], config: Config) -> str:

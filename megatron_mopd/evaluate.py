@@ -23,7 +23,7 @@ from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore.layout import Layout
-from megatron_mopd.preflight import check_sampled_teachers
+from megatron_mopd.preflight import check_budgets, check_environments_of, check_sampled_teachers
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.render import Renderer
 from megatron_mopd.prompts.source import cell_pool
@@ -68,6 +68,8 @@ def evaluation_prompts(config: Config, renderer: Renderer) -> dict[Cell, list[Re
     if not config.prompts.eval_files:
         raise UserError("prompts.eval_files is empty; name files with held-out prompts")
     prompts = read_prompts(config.prompts.eval_files)
+    check_environments_of(prompts, config)
+    check_budgets(config, prompts)
     chosen = {}
     for cell in config.prompts.cells:
         pool = cell_pool(prompts, cell)[: config.evaluation.prompts_per_cell]
@@ -101,8 +103,20 @@ async def _score_cells(prompts: dict[Cell, list[RenderedPrompt]], sampling: Samp
     sampled: dict[Cell, list[Trajectory]] = {cell: [] for cell in prompts}
     everything = [p for cell_prompts in prompts.values() for p in cell_prompts]
     async for trajectory in sample(everything, sampling, suffix="@eval"):
+        check_reward(trajectory)
         sampled[trajectory.prompt.prompt.cell].append(trajectory)
     return {cell: measured(of_cell) for cell, of_cell in sampled.items()}
+
+
+def check_reward(trajectory: Trajectory) -> None:
+    """A score is a share; training takes any reward."""
+    outcome = trajectory.outcome
+    if outcome is not None and not 0.0 <= outcome.reward <= 1.0:
+        raise UserError(
+            f"environment {trajectory.prompt.prompt.environment!r} gave trajectory {trajectory.id} the reward "
+            f"{outcome.reward:g}, and mopd eval counts rewards from 0 (wrong) to 1 (correct); name an environment with "
+            "such rewards"
+        )
 
 
 def measured(trajectories: Sequence[Trajectory]) -> Measured:

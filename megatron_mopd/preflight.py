@@ -24,7 +24,7 @@ from megatron_mopd.mcore.options import (
 )
 from megatron_mopd.objective_options import check_objective_options
 from megatron_mopd.prompts.demonstrations import read_demonstrations
-from megatron_mopd.prompts.files import read_prompts
+from megatron_mopd.prompts.files import read_prompts, task_of
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.protocols import PromptChecker
 from megatron_mopd.resume import check_resume, read_facts
@@ -83,7 +83,18 @@ def check_environments_of(prompts: Sequence[Prompt], config: Config) -> None:
         if prompt.environment not in config.environments:
             raise UserError(f"prompt {prompt.id} wants environment {prompt.environment!r}; add it under environments:")
         if prompt.environment in checkers:
-            checkers[prompt.environment].check_prompt(prompt, **config.environments[prompt.environment].options)
+            _ask(checkers[prompt.environment], prompt, config.environments[prompt.environment].options)
+
+
+def _ask(checker: PromptChecker, prompt: Prompt, options: Mapping[str, Any]) -> None:
+    try:
+        checker.check_prompt(prompt, **options)
+    except UserError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise UserError(
+            f"environment {prompt.environment!r} cannot check prompt {prompt.id}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:
@@ -193,12 +204,24 @@ def check_prompts(config: Config) -> None:
         return
     if not config.prompts.files:
         raise UserError("prompts.files is empty; name files with prompts")
-    for files in (config.prompts.files, config.prompts.eval_files):
-        prompts = read_prompts(files)
+    training, evaluation = read_prompts(config.prompts.files), read_prompts(config.prompts.eval_files)
+    for files, prompts in ((config.prompts.files, training), (config.prompts.eval_files, evaluation)):
         check_environments_of(prompts, config)
         if files:
             PromptSource(prompts, config.prompts, config.run.seed)
             check_budgets(config, prompts)
+    check_held_out(training, evaluation)
+
+
+def check_held_out(training: Sequence[Prompt], evaluation: Sequence[Prompt]) -> None:
+    """No task of an evaluation is trained on, whatever it is called there."""
+    held_out = {task_of(prompt): prompt.id for prompt in evaluation}
+    for prompt in training if held_out else ():
+        if (found := held_out.get(task_of(prompt))) is not None:
+            raise UserError(
+                f"prompt {found} of prompts.eval_files is prompt {prompt.id} of prompts.files; evaluate on prompts "
+                "that are not trained on"
+            )
 
 
 def check_budgets(config: Config, prompts: Sequence[Prompt]) -> None:
@@ -208,8 +231,15 @@ def check_budgets(config: Config, prompts: Sequence[Prompt]) -> None:
         raise UserError(f"budgets.start={budgets.start:g} leads nowhere; set budgets.tau, or remove it")
     if not budgets.tau:
         return
-    if without := [str(cell) for cell in config.prompts.cells if budgets.tau_of(cell) is None]:
+    taus = {cell: budgets.tau_of(cell) for cell in config.prompts.cells}
+    if without := [str(cell) for cell, tau in taus.items() if tau is None]:
         raise UserError(f"budgets.tau has nothing for {', '.join(without)}; add it, or take them out of the mixture")
+    for cell, tau in taus.items():
+        if budgets.start is not None and tau is not None and budgets.start < tau:
+            raise UserError(
+                f"budgets.start={budgets.start:g} is below budgets.tau of {cell}, {tau:g}, and tau falls from one to "
+                "the other; raise it to that of the level before, or remove it"
+            )
     bare = [prompt.id for prompt in prompts if prompt.budget_tokens is None]
     if bare and (budgets.start is not None or len(bare) == len(prompts)):
         raise UserError(

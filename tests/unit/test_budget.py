@@ -89,6 +89,7 @@ def test_a_tau_that_is_not_above_zero_is_refused(tau: Any) -> None:
     [
         ({"start": 1.5}, 12.0, "budgets.start=1.5 leads nowhere; set budgets.tau"),
         ({"tau": {"low": 1.0}}, 12.0, "budgets.tau has nothing for law/max, tax/max"),
+        ({"tau": TAU, "start": 1.0}, 12.0, "budgets.start=1 is below budgets.tau of law/max, 1.5"),
         ({"tau": TAU}, None, "budgets.tau is set, and prompt p has no budget_tokens"),
     ],
 )

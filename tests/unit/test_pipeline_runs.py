@@ -200,7 +200,8 @@ def test_a_stage_that_failed_is_tried_again_where_it_stopped(world: World, capsy
 
 MEET = """\
 import pathlib, sys, time
-mine, other = map(pathlib.Path, sys.argv[1:])
+mine = pathlib.Path(sys.argv[1])
+other = mine.with_name(sys.argv[2])
 mine.mkdir()
 while not other.exists():
     time.sleep(0.02)
@@ -211,7 +212,7 @@ def test_independent_stages_run_side_by_side_and_the_longest_chain_goes_first(wo
     """Two that wait for each other end only if they run at once."""
 
     def meeting(name: str, other: str) -> dict[str, Any]:
-        return world.stage(name, command=["python", "-c", MEET, f"$folder/{name}", f"$folder/{other}"])
+        return world.stage(name, command=["python", "-c", MEET, f"$folder/{name}", other])
 
     chain = [meeting("x1", "y"), world.stage("x2", "x1"), world.stage("x3", "x2")]
     world.write(meeting("y", "x1"), world.stage("z"), *chain, max_parallel=2)
