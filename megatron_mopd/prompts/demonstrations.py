@@ -100,7 +100,9 @@ def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _json(text: str | bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        value = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        return value
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not a JSON object: {error}") from None
 
@@ -114,7 +116,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         table = parquet.read_table(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file} is not a parquet file: {error}") from None
+        raise UserError(f"{file} cannot be read as parquet: {error}") from None
     for number, row in enumerate(table.to_pylist(), start=1):
         where = f"{file}: row {number}"
         for name in ("messages", "metadata"):

@@ -153,7 +153,8 @@ def _checked_outcome(outcome: Outcome) -> Outcome:
 
 
 class _Blame:
-    """Any exception of the environment's code leaves as EnvironmentFailed, whatever its type."""
+    """Any exception of the environment's code leaves as EnvironmentFailed, whatever its type; sys.exit() too, which
+    would end the driver without a word."""
 
     def __init__(self, message: str):
         self._message = message
@@ -161,5 +162,5 @@ class _Blame:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception | SystemExit):
             raise EnvironmentFailed(f"{self._message}: {type(error).__name__}: {error}") from error

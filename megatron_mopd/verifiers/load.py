@@ -79,7 +79,7 @@ async def judge(name: str, verifier: Verifier, prompt: Prompt, answer: Any) -> f
     """The verifier's reward."""
     try:
         reward = await verifier.verify(prompt, answer)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise VerifierFailed(
             f"verifier {name!r} failed on prompt {prompt.id}: {type(error).__name__}: {error}"
         ) from error

@@ -119,6 +119,19 @@ def test_each_domain_is_one_chain_whose_levels_become_its_teachers(pipeline: Pip
         assert config.student.checkpoint == pipeline.folder / "sft" / "student"
 
 
+def test_the_table_has_every_method_at_every_seed(monkeypatch: pytest.MonkeyPatch, methods: Pipeline) -> None:
+    monkeypatch.chdir(ROOT)
+    comparisons = load_pipeline(Path("examples/k3_miniature/comparisons.yaml"))
+    names, _, _ = zip(*(word.partition("=") for word in comparisons.stage("table").command[2:-2]), strict=True)
+    runs = [word.partition("=")[2].split(",") for word in comparisons.stage("table").command[2:-2]]
+    evaluated = [s.produces.parent.relative_to(methods.folder) for s in methods.stages if s.name.startswith("eval_")]
+    assert len(set(names)) == len(runs) == len(evaluated) + 1
+    for of_method in runs:
+        (method,) = {Path(run).relative_to(comparisons.folder / f"seed{i}") for i, run in enumerate(of_method)}
+        assert len(of_method) == 3
+        assert method in {*evaluated, Path("main/mopd")}
+
+
 def test_the_file_runs_in_the_folder_that_the_configurations_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that `mopd eval examples/k3_miniature/mopd.yaml` reads what the pipeline has made."""
     monkeypatch.chdir(ROOT)

@@ -161,13 +161,15 @@ def test_a_prompt_that_is_drawn_twice_makes_two_trajectories() -> None:
     assert {t.id: t.response_ids.tolist() for t in got} == {"0/p@7": [5, 6, END], "1/p@7": [END]}
 
 
-def test_an_environment_that_fails_is_named_with_its_trajectory() -> None:
+@pytest.mark.parametrize("error", [KeyError("table"), SystemExit(3)])
+def test_an_environment_that_fails_is_named_with_its_trajectory(error: BaseException) -> None:
     class Broken(Tool):
         async def step(self, token_ids: tuple[int, ...]) -> Observation:
-            raise KeyError("table")
+            raise error
 
     engine = Scripted({"0/p@7": [CALL]})
-    with pytest.raises(EnvironmentFailed, match=r"environment 'tool' of trajectory 0/p@7 failed: KeyError: 'table'"):
+    reason = f"{type(error).__name__}: {error}"
+    with pytest.raises(EnvironmentFailed, match=f"environment 'tool' of trajectory 0/p@7 failed: {reason}"):
         collect(engine, rendered("p"), {"tool": Broken}, 9)
 
 
