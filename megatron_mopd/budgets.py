@@ -156,8 +156,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     width = max(len(domain) for domain in summary)
     return [
         f"{domain:{width}}  b0 {s['budget_tokens']['mean']:.1f} tokens ({s['budget_tokens']['q10']:.1f} to "
-        f"{s['budget_tokens']['q90']:.1f}) over {s['prompts']} prompts, {s['correct']:.1%} of samples correct, "
-        f"{s['fallbacks']} prompts without a correct one"
+        f"{s['budget_tokens']['q90']:.1f}) over {s['prompts']} prompts, {s['correct']:.1%} of samples correct"
+        + (f", {s['fallbacks']} prompts without a correct one have that of hard ones" if s["fallbacks"] else "")
         for domain, s in summary.items()
     ]
 

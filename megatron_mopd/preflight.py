@@ -47,7 +47,7 @@ def preflight(config: Config, world_size: int) -> str:
     check_optimizer_options(table)
     check_schedule(table, config.run.num_steps)
     Layout.from_table(config.megatron).check(hf_config, world_size)
-    coverage = ""
+    coverage = f"cells: {', '.join(map(str, config.prompts.cells))}"
     if config.objective.needs_teachers:
         coverage = Router(config.teachers.models, config.prompts.cells).coverage()
     padding = check_teachers(config)
@@ -234,6 +234,12 @@ def check_budgets(config: Config, prompts: Sequence[Prompt]) -> None:
     taus = {cell: budgets.tau_of(cell) for cell in config.prompts.cells}
     if without := [str(cell) for cell, tau in taus.items() if tau is None]:
         raise UserError(f"budgets.tau has nothing for {', '.join(without)}; add it, or take them out of the mixture")
+    if config.prompts.effort_variable is None and len(set(taus.values())) > 1 and len(config.prompts.efforts) > 1:
+        raise UserError(
+            f"prompts.effort_variable=null: a prompt would have the budgets of {', '.join(config.prompts.efforts)}, "
+            "which the student cannot tell apart; train one effort, with prompts.efforts={...: 1} on the command line "
+            "(files add to the efforts of those before them)"
+        )
     for cell, tau in taus.items():
         if budgets.start is not None and tau is not None and budgets.start < tau:
             raise UserError(

@@ -15,7 +15,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
+
+import yaml
 
 from megatron_mopd import build
 from megatron_mopd.config import Config, Teacher
@@ -24,15 +27,23 @@ from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.render import Renderer
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.rollout.sampler import Sampling, sample
+from megatron_mopd.teachers.router import Router
 from megatron_mopd.telemetry.record import replace_file
 from megatron_mopd.trajectory_file import Sampled, write_trajectories
 from megatron_mopd.types import Prompt, RenderedPrompt
 
 PROMPTS_AT_ONCE = 512
+DECISIVE: Any = {
+    "run": {"seed", "num_steps"},
+    "teachers": {"models"},
+    **dict.fromkeys(("student", "prompts", "environments", "rollout"), True),
+}
+"""The tables of the configuration from which the samples follow."""
 
 
 def write_samples(config: Config) -> list[Path]:
     """Sample what is not there yet; the files of all teachers, in the order of teachers.models."""
+    Router(config.teachers.models, config.prompts.cells)  # every cell has its teacher
     files = {teacher.name: samples_file(config, teacher) for teacher in wanted_teachers(config)}
     _claim_folder(config)
     if any(not file.exists() for file in files.values()):
@@ -63,14 +74,16 @@ def _folder(config: Config) -> Path:
 
 
 def _claim_folder(config: Config) -> None:
-    record, text = _folder(config) / "config.yaml", config.dump()
-    if record.is_file() and record.read_text() != text:
+    """Its config.yaml has what the samples follow from."""
+    record, ours = _folder(config) / "config.yaml", config.model_dump(mode="json", include=DECISIVE)
+    theirs = yaml.safe_load(record.read_text()) if record.is_file() else ours
+    if differs := [table for table in ours if ours[table] != theirs.get(table)]:
         raise UserError(
-            f"{record.parent} was begun with another configuration, see its config.yaml; choose another run.folder, or "
-            "remove it"
+            f"{record.parent} was begun with another table {differs[0]!r}, see its config.yaml; choose another "
+            "run.folder, or remove it"
         )
     record.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(record, text)
+    replace_file(record, yaml.safe_dump(ours))
 
 
 async def _sample_teachers(config: Config, sampling: Sampling, renderer: Renderer, files: dict[str, Path]) -> None:

@@ -82,7 +82,11 @@ def _read(file: Path) -> Iterator[tuple[str, Demonstration]]:
 
 
 def _trajectories(file: Path) -> Iterator[tuple[str, Demonstration]]:
-    for sampled in read_trajectories(file):
+    try:
+        of_file = read_trajectories(file)
+    except UserError as error:
+        raise UserError(f"{error}; of .safetensors only what `mopd sample-teachers` writes is read") from None
+    for sampled in of_file:
         trajectory, prompt = sampled.trajectory, sampled.trajectory.prompt.prompt
         response = Response(trajectory.response_ids, trajectory.loss_mask)
         yield (

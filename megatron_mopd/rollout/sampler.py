@@ -163,4 +163,5 @@ class _Blame:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception | SystemExit):
-            raise EnvironmentFailed(f"{self._message}: {type(error).__name__}: {error}") from error
+            kind_of = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            raise EnvironmentFailed(f"{self._message}: {kind_of}{error}") from error

@@ -11,6 +11,7 @@ from small_run import Mopd
 
 from examples.quickstart.world import CELLS
 from megatron_mopd.config import load_config
+from megatron_mopd.hf_folder import UMASK
 from megatron_mopd.prompts.demonstrations import read_demonstrations
 from megatron_mopd.store import TrajectoryStore
 from megatron_mopd.teacher_samples import drawn_prompts
@@ -43,15 +44,16 @@ def test_each_teacher_answers_what_a_run_would_draw_of_its_cell(mopd: Mopd, samp
 
 def test_a_second_call_keeps_what_is_there_and_makes_what_is_not(mopd: Mopd, samples: Path) -> None:
     before = {file.name: file.read_bytes() for file in samples.iterdir()}
+    assert {oct(file.stat().st_mode & 0o777) for file in samples.glob("*.safetensors")} == {oct(0o666 & ~UMASK)}
     times = {file.name: file.stat().st_mtime_ns for file in samples.glob("*.safetensors")}
     (samples / "agents-low.safetensors").unlink()
-    assert mopd("sample-teachers", f"run.folder={samples.parent}", *STEPS).returncode == 0
+    assert mopd("sample-teachers", f"run.folder={samples.parent}", *STEPS, "telemetry.display=false").returncode == 0
     assert {file.name: file.read_bytes() for file in samples.iterdir()} == before
     again = {file.name: file.stat().st_mtime_ns for file in samples.glob("*.safetensors")}
     assert [name for name in times if again[name] != times[name]] == ["agents-low.safetensors"]
     refused = mopd("sample-teachers", f"run.folder={samples.parent}", *STEPS, "run.seed=5")
     assert refused.returncode == 2
-    assert "was begun with another configuration" in refused.stderr.splitlines()[-1]
+    assert "was begun with another table 'run'" in refused.stderr.splitlines()[-1]
 
 
 def test_a_student_learns_the_tokens_that_were_sampled(mopd: Mopd, samples: Path, tmp_path: Path) -> None:
@@ -71,6 +73,13 @@ def test_a_student_learns_the_tokens_that_were_sampled(mopd: Mopd, samples: Path
         assert batch.token_ids[at].tolist() == prompt + trajectory.response_ids.tolist()
         assert batch.loss_mask[at].tolist() == [False] * len(prompt) + trajectory.loss_mask.tolist()
     assert len({row["id"] for row in rows}) == 36
+
+
+def test_a_cell_without_a_teacher_is_refused(mopd: Mopd, tmp_path: Path) -> None:
+    result = mopd("sample-teachers", f"run.folder={tmp_path}/run", *STEPS, "teachers.models=[]")
+    assert result.returncode == 2
+    assert "no teacher for" in result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_cut_file_is_refused(mopd: Mopd, samples: Path, tmp_path: Path) -> None:

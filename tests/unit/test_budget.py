@@ -84,6 +84,16 @@ def test_a_tau_that_is_not_above_zero_is_refused(tau: Any) -> None:
         Budgets(tau={"low": 1.0, "law": {"low": 1.0}})
 
 
+def test_a_student_that_reads_no_effort_has_one_budget_a_prompt() -> None:
+    blind = config(tau=TAU)
+    one = blind.prompts.model_copy(update={"effort_variable": None})
+    with pytest.raises(UserError, match="a prompt would have the budgets of low, max"):
+        check_budgets(blind.model_copy(update={"prompts": one}), [prompt()])
+    same = config(tau={"low": 1.0, "max": 1.0})
+    check_budgets(same.model_copy(update={"prompts": one}), [prompt()])
+    check_budgets(blind.model_copy(update={"prompts": one.model_copy(update={"efforts": {"low": 1.0}})}), [prompt()])
+
+
 @pytest.mark.parametrize(
     ("budgets", "b0", "reason"),
     [

@@ -42,6 +42,7 @@ def test_the_median_of_correct_ones_and_the_fallback_of_the_domain() -> None:
     assert (summary["law"]["prompts"], summary["law"]["fallbacks"], summary["tax"]["fallbacks"]) == (3, 1, 0)
     assert summary["law"]["correct"] == pytest.approx(6 / 9)
     assert "1 prompts without a correct one" in summary_lines(summary)[0]
+    assert "without" not in summary_lines(summary)[1]
 
 
 @pytest.mark.parametrize("quantile", [0.25, 0.5, 1.0])

@@ -142,15 +142,21 @@ def test_a_changed_input_makes_its_stage_again_and_those_after_it(world: World) 
     assert sorted(f.name for f in (world.folder / "run/pipeline/replaced").iterdir()) == ["a.0", "b.0"]
 
 
-@pytest.mark.parametrize("change", ["word", "file of the command", "product is gone"])
+@pytest.mark.parametrize("change", ["word", "file of the command", "file of an option", "product is gone"])
 def test_what_else_makes_a_stage_again(world: World, change: str) -> None:
-    world.write(world.stage("a"))
+    """An option may name files: a.b=FILE, a.b=[FILE, FILE]."""
+    option = world.folder / "prompts.jsonl"
+    option.write_text("{}")
+    stage = world.stage("a")
+    world.write({**stage, "command": [*stage["command"], f"prompts.files=[{option}, nowhere]"]})
     pipeline = load_pipeline(world.file)
     assert world.make() == [0]
     if change == "word":
         world.write(world.stage("a", seconds=0.001))
     elif change == "file of the command":
         (world.folder / "make.py").write_text(MAKE + "\n")
+    elif change == "file of an option":
+        option.write_text("{ }")
     else:
         shutil.rmtree(world.folder / "run/a")
     assert Stamps(load_pipeline(world.file)).done() == set()
