@@ -126,7 +126,8 @@ def test_value_and_gradient_are_those_of_float64(dtype: torch.dtype, of_gradient
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_from_0_to_minus_300(dtype: torch.dtype) -> None:
-    """Finite and right, with gradients; the larger part is done in a second pass."""
+    """Finite and right, with gradients; the larger part is done in a second pass. In float32 a logit of 60 is uncertain
+    by about 1e-5, and so is the probability that is left of a near-certain token, in units of itself."""
     case = Case(num_tokens=64, dtype=dtype, temperature=1.0, largest=-300.0)
     other = case._replace(largest=60.0)
     for one in (case, other):
@@ -134,7 +135,7 @@ def test_log_probs_from_0_to_minus_300(dtype: torch.dtype) -> None:
         got = of_rank(one, chunk=16)
         assert all(torch.isfinite(x).all() for x in got)
         relative_T = (got.logprobs_T - want.logprobs_T).abs() / want.logprobs_T.abs()
-        assert relative_T.max() < 2e-5
+        assert relative_T.max() < 5e-5
         assert_near(got, want, 1e-6 if dtype == torch.float32 else 2e-3)
     assert reference(case).logprobs_T.min() < -280
     assert -1e-9 < reference(other).logprobs_T.max() < 0
@@ -238,9 +239,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_has_the_size_of_all_tokens_times_the_vocabulary(dtype: torch.dtype) -> None:
-    case, chunk = Case(num_tokens=512, vocab_size=4000, width=8, dtype=dtype), 32
+    case, chunk = Case(num_tokens=128, vocab_size=1000, width=8, dtype=dtype), 16
     with Largest() as seen:
-        of_rank(case, chunk, block=64)
+        of_rank(case, chunk, block=125)
     assert seen.nbytes == chunk * case.vocab_size * dtype.itemsize
 
 
