@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_mopd.mcore.one_pass import Coefficients, Gradients
-from megatron_mopd.mcore.products import add_product, product, products_of
+from megatron_mopd.mcore.products import add_product, products_of
 from megatron_mopd.mcore.vocab_slice import VocabSlice
 from megatron_mopd.objectives.distribution import Divergence, TargetDivergence
 
@@ -54,12 +54,13 @@ def divergence_pass(
     found = TargetDivergence(*torch.zeros(len(TargetDivergence._fields), len(target_T), device=hidden_TD.device))
     gradients = Gradients(torch.zeros_like(hidden_TD).float(), torch.zeros_like(layer.weight_vD).float())
     loss = found.divergence_T.new_zeros(())
-    with products_of(layer.weight_vD.dtype):
-        for teacher in teachers:
-            weight_vD = teacher.weight_vD.to(teacher.hidden_SD.dtype)
+    for teacher in teachers:
+        theirs = layer.of_teacher(teacher.weight_vD.to(teacher.hidden_SD.dtype))
+        # A float32 teacher of a bfloat16 student is not rounded.
+        with products_of(torch.promote_types(layer.weight_vD.dtype, theirs.weight_vD.dtype)):
             for at_c, teacher_cD in teacher.chunks(chunk):
                 hidden_cD = hidden_TD[at_c]
-                logits = _logits(hidden_cD, layer.weight_vD, layer), _logits(teacher_cD, weight_vD, layer)
+                logits = layer.logits(hidden_cD), theirs.logits(teacher_cD)
                 scored, grad_cv = divergence(*logits, target_T[at_c], layer.vocab_start, layer.group)
                 del logits
                 coefficient_c = coefficients(scored.logprobs_T, at_c)
@@ -68,15 +69,6 @@ def divergence_pass(
                     all_T[at_c] = part_c
                 _add(grad_cv.mul_(coefficient_c[:, None] / layer.temperature), at_c, hidden_cD, layer, gradients)
     return found, loss, gradients
-
-
-def _logits(hidden_cD: Tensor, weight_vD: Tensor, layer: VocabSlice) -> Tensor:
-    logits_cv = torch.empty(len(hidden_cD), len(weight_vD), device=hidden_cD.device)
-    for columns in layer.blocks:
-        block_cb = torch.empty(len(hidden_cD), columns.stop - columns.start, device=hidden_cD.device)
-        product(hidden_cD, weight_vD[columns].t(), block_cb)
-        logits_cv[:, columns] = block_cb
-    return logits_cv if layer.temperature == 1.0 else logits_cv.div_(layer.temperature)
 
 
 def _add(grad_cv: Tensor, at_c: Tensor, hidden_cD: Tensor, layer: VocabSlice, gradients: Gradients) -> None:

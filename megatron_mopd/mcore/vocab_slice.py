@@ -45,8 +45,12 @@ class VocabSlice:
         """`block` is the number of columns whose logits exist at once."""
         self.weight_vD, self.vocab_start, self.temperature = weight_vD, vocab_start, temperature
         self.group = group if group is not None and group.size() > 1 else None
-        v = len(weight_vD)
+        self.block, v = block, len(weight_vD)
         self.blocks = [slice(start, min(start + block, v)) for start in range(0, v, block)]
+
+    def of_teacher(self, weight_vD: Tensor) -> VocabSlice:
+        """The same rows of another layer."""
+        return VocabSlice(weight_vD, self.vocab_start, self.temperature, self.group, self.block)
 
     @torch.no_grad()
     def score(self, hidden_TD: Tensor, target_T: Tensor, chunk: int) -> TargetLogprobs:
@@ -89,6 +93,13 @@ class VocabSlice:
                 torch.maximum(largest_c, logits_cb.amax(-1), out=largest_c)
         all_reduce(largest_S, dist.ReduceOp.MAX, self.group)
         return largest_S / self.temperature
+
+    def logits(self, hidden_cD: Tensor) -> Tensor:
+        """All of this rank's [c, v], divided by the temperature."""
+        logits_cv = torch.empty(len(hidden_cD), len(self.weight_vD), dtype=torch.float32, device=hidden_cD.device)
+        for columns, logits_cb in self._logits(hidden_cD):
+            logits_cv[:, columns] = logits_cb
+        return logits_cv if self.temperature == 1.0 else logits_cv.div_(self.temperature)
 
     def _all_sums(self, hidden_TD: Tensor, targets: Targets, chunk: int) -> Tensor:
         parts = [self.sums(part.hidden_cD, targets.at(part.index_c)) for part in TokenChunks(hidden_TD, chunk)]
