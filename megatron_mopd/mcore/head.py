@@ -95,7 +95,7 @@ class LogprobHead(ColumnParallelLinear):
         yield from self._answering(partial(self._score, target_T, at_S, with_hidden))
 
     @contextmanager
-    def training(self, target_T: Tensor, coefficients: Coefficients) -> Iterator[None]:
+    def learning(self, target_T: Tensor, coefficients: Coefficients) -> Iterator[None]:
         """Within, the model's output is float32 [1, T, 4]: the columns of TargetLogprobs and the loss, the sum of
         coefficient * log-prob, which has a gradient."""
         yield from self._answering(partial(self._train, target_T, coefficients))

@@ -198,7 +198,7 @@ class Learner:
         """What the objective needs of the head."""
         coefficients = partial(self._coefficients, micro.columns)
         if self.objective.divergence is None:
-            return head.training(micro.target_T, coefficients)
+            return head.learning(micro.target_T, coefficients)
         assert self.teacher_heads is not None
         teachers = self.teacher_heads.rows(cells, micro)
         return head.comparing(micro.target_T, coefficients, self.objective.divergence, teachers)

@@ -69,8 +69,8 @@ class VocabSlice:
         """Each compared with itself. One all-reduce."""
         column_T = target_T - self.vocab_start
         logit_T = torch.zeros(column_T.shape, dtype=torch.float32, device=column_T.device)
-        if self.blocks:
-            for part in tokens:
+        for part in tokens:  # also on a rank without rows: a chunk may have to be gathered
+            if self.blocks:
                 is_owned_c, column_c = owned(column_T[part.index_c], len(self.weight_vD))
                 logit_c = (part.hidden_cD.float() * self.weight_vD[column_c].float()).sum(-1)
                 logit_T[part.index_c] = logit_c.where(is_owned_c, 0.0) / self.temperature

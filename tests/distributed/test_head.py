@@ -88,7 +88,7 @@ def gradients_in_ddp(is_tied: bool, overlap: bool, dtype: torch.dtype) -> tuple[
     for number, around in ((0, ddp.no_sync()), (1, torch.enable_grad())):
         ids_T, target_T, weight_T = draw(10 * rank + number)
         with around:
-            with model.output_layer.training(target_T, lambda _, index_c, all_T=weight_T: all_T[index_c]):
+            with model.output_layer.learning(target_T, lambda _, index_c, all_T=weight_T: all_T[index_c]):
                 output_T14 = ddp(ids_T)
             (output_T14[..., -1].sum() * SCALE).backward()
     ddp.finish_grad_sync()
