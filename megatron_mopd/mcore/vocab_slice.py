@@ -12,7 +12,7 @@ b a block of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,12 @@ from megatron_mopd.mcore.token_chunks import TokenChunks
 from megatron_mopd.objectives.logprob_head import (
     TargetLogprobs,
     Targets,
+    add_exponentials,
     all_reduce,
     is_cut,
     owned,
     target_logprobs,
 )
-
-if torch.cuda.is_available():
-    from megatron_mopd.mcore.exponentials import add_exponentials
-else:
-    from megatron_mopd.objectives.logprob_head import add_exponentials
 
 
 class VocabSlice:
@@ -80,9 +76,10 @@ class VocabSlice:
     def sums(self, hidden_cD: Tensor, targets: Targets, e_cv: Tensor | None = None) -> Tensor:
         """S, U, Q [3, c] of this rank's columns, and E itself into `e_cv`."""
         sums_3c = torch.zeros(3, len(hidden_cD), dtype=torch.float32, device=hidden_cD.device)
+        add = _on_gpu() if hidden_cD.is_cuda else add_exponentials
         for columns, logits_cb in self._logits(hidden_cD):
             column_c, e_cb = targets.column_T - columns.start, None if e_cv is None else e_cv[:, columns]
-            add_exponentials(logits_cb, targets.reference_T, column_c, self.temperature, sums_3c, e_cb)
+            add(logits_cb, targets.reference_T, column_c, self.temperature, sums_3c, e_cb)
         return sums_3c
 
     def largest(self, hidden_SD: Tensor, chunk: int) -> Tensor:
@@ -116,3 +113,10 @@ class VocabSlice:
                 buffer = torch.empty(shape, dtype=torch.float32, device=hidden_cD.device)
             product(factor_cD, self.weight_vD[columns].t(), buffer)
             yield columns, buffer
+
+
+def _on_gpu() -> Callable[..., None]:
+    """The kernel, whose compiler comes with torch for a GPU only."""
+    from megatron_mopd.mcore import exponentials
+
+    return exponentials.add_exponentials
