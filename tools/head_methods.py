@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     block: int
 
     def coefficients(self, logprobs_c: Tensor, index_c: Tensor) -> Tensor:
-        return -(self.teacher_T[index_c] - logprobs_c).clamp(-5, 5) / len(self.target_T)
+        return (logprobs_c - self.teacher_T[index_c]).clamp(-5, 5).float() / len(self.target_T)
 
     def all_coefficients(self, logprobs_T: Tensor) -> Tensor:
         return self.coefficients(logprobs_T, torch.arange(len(logprobs_T), device=logprobs_T.device))
