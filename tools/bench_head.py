@@ -170,7 +170,7 @@ def add_errors(rows: list[Row], chunk: int, block: int) -> None:
             continue
         got_T, got_hidden, got_weight = METHODS[row.method](p)
         reward_T, true_T = p.teacher_T - got_T, p.teacher_T - logprobs_T.detach()
-        row.logprob_error = float((got_T - logprobs_T).abs().max())
+        row.logprob_error = float((got_T - logprobs_T.detach()).abs().max())
         row.hidden_error, row.weight_error = _relative(got_hidden, hidden_TD.grad), _relative(got_weight, mine_vD)
         row.reward_error = _relative(reward_T, true_T)
         row.sign_flips = float((reward_T * true_T < 0).double().mean())
