@@ -57,7 +57,7 @@ def write_budgets(config: Config) -> dict[str, Any]:
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
     rendered = render(prompts, renderer, config.budgets.estimate.effort)
     sampling = replace(build.sampling(config, renderer.tokenizer), taus={})
-    with build.servers(only_student(config)):
+    with build.student_servers(config):
         outcomes = asyncio.run(_sample(rendered, sampling, config.budgets.estimate.samples_per_prompt))
     measured = estimate(prompts, outcomes, config.budgets.estimate)
     (config.run.folder / "prompts").mkdir(parents=True, exist_ok=True)
@@ -78,11 +78,6 @@ def output_files(config: Config) -> dict[Path, Path]:
         if source.absolute() == output.absolute():
             raise UserError(f"prompts.files: {source} is what this run would write; name the file that it came from")
     return outputs
-
-
-def only_student(config: Config) -> Config:
-    """The same with no teacher server to start."""
-    return config.model_copy(update={"teachers": config.teachers.model_copy(update={"models": ()})})
 
 
 def render(prompts: Sequence[Prompt], renderer: Renderer, effort: str | None) -> list[RenderedPrompt]:
@@ -161,14 +156,16 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     width = max(len(domain) for domain in summary)
     return [
         f"{domain:{width}}  b0 {s['budget_tokens']['mean']:.1f} tokens ({s['budget_tokens']['q10']:.1f} to "
-        f"{s['budget_tokens']['q90']:.1f}) over {s['prompts']} prompts, {s['correct']:.1%} of samples correct, "
-        f"{s['fallbacks']} prompts without a correct one"
+        f"{s['budget_tokens']['q90']:.1f}) over {s['prompts']} prompts, {s['correct']:.1%} of samples correct"
+        + (f", {s['fallbacks']} prompts without a correct one have that of hard ones" if s["fallbacks"] else "")
         for domain, s in summary.items()
     ]
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    """As read_prompts finds them: the line separators of Unicode are text."""
+    with file.open("rb") as lines:
+        return [json.loads(line.decode("utf-8-sig")) for line in lines if line.strip()]
 
 
 def _with_budget(row: dict[str, Any], measured: Mapping[str, Measured], config: Config) -> str:

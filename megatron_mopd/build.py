@@ -140,6 +140,11 @@ def servers(config: Config) -> AbstractContextManager[None]:
     return launch.servers(config)
 
 
+def student_servers(config: Config) -> AbstractContextManager[None]:
+    """The same, with no teacher's."""
+    return servers(config.model_copy(update={"teachers": config.teachers.model_copy(update={"models": ()})}))
+
+
 def serve(config: Config) -> int:
     """`mopd serve`: the same servers, kept until Ctrl-C."""
     from megatron_mopd.servers import keeper

@@ -10,6 +10,7 @@
     mopd pipeline FILE [a.b=c ...]      run the stages of a YAML graph that are not done (--status: say which those are;
                                         --stage NAME: run that one alone)
     mopd budgets CONFIG [a.b=c ...]     measure what each prompt takes (b0) on student.checkpoint: RUN/prompts
+    mopd sample-teachers CONFIG [...]   what the teachers answer, as demonstrations: RUN/samples
     mopd serve CONFIG [a.b=c ...]       keep the run's servers until Ctrl-C; `mopd train` then uses them
     mopd serve-teacher CONFIG [...]     serve the teachers on the backend megatron (service.num_processes ranks) until
                                         Ctrl-C; other runs then name its URL in service.urls
@@ -104,6 +105,7 @@ def _dispatch(words: list[str]) -> int | None:
         "preflight": _preflight,
         "eval": _eval,
         "budgets": _budgets,
+        "sample-teachers": _sample_teachers,
         "serve": _serve,
         "serve-teacher": _serve_teacher,
     }
@@ -146,6 +148,17 @@ def _budgets(config: Config, words: list[str]) -> None:
 
     print("\n".join(summary_lines(write_budgets(config))))
     print(f"{config.run.folder}/prompts holds the prompts with their budget_tokens")
+
+
+def _sample_teachers(config: Config, words: list[str]) -> None:
+    from megatron_mopd.preflight import check_before_sampling, check_prompts, check_sampled_teachers
+
+    check_before_sampling(config)
+    check_prompts(config)
+    check_sampled_teachers(config)
+    from megatron_mopd.teacher_samples import write_samples
+
+    print("\n".join(map(str, write_samples(config))))
 
 
 def _serve(config: Config, words: list[str]) -> int:

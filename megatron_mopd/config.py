@@ -93,6 +93,8 @@ class Teachers(Table):
     """How long a step waits for such a lane after sampling has ended."""
     max_initial_kl: PositiveFloat = 0.15
     """Gate against teachers of another origin: a teacher's reverse KL per token from the initial student."""
+    other_origin: tuple[str, ...] = ()
+    """Names of teachers that are known to be of another origin: they are measured, and may be above the gate."""
     origin_prompts: Count = 16
     """Trajectories per cell that `mopd preflight` samples to measure it."""
     models: tuple[Teacher, ...] = ()

@@ -23,6 +23,7 @@ from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore.layout import Layout
+from megatron_mopd.preflight import check_budgets, check_environments_of, check_sampled_teachers
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.render import Renderer
 from megatron_mopd.prompts.source import cell_pool
@@ -43,13 +44,13 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     student = config.run.folder / "student"
     read_hf_config(student, "run.folder (its student/, which a finished training run leaves)")
     Router(config.teachers.models, config.prompts.cells)
-    check_teachers(config)
+    check_sampled_teachers(config)
     rows = read_record(config.run.folder) if has_record(config.run.folder) else []
     steps_s = sum(row["timing"].get("time/step_s") or 0.0 for row in rows)
     start = time.monotonic()
     renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
     prompts = evaluation_prompts(config, renderer)
-    with build.servers(without_teachers(config)):
+    with build.student_servers(config):
         scores = asyncio.run(_score_models(config, build.sampling(config, renderer.tokenizer), student, prompts))
     cells = [
         CellScores(cell.domain, cell.effort, *(scores[policy][cell] for policy in POLICIES))
@@ -61,27 +62,14 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     return summary
 
 
-def check_teachers(config: Config) -> None:
-    """They are sampled here, by an engine that loads Hugging Face folders."""
-    if in_megatron := [t for t in config.teachers.models if t.megatron_checkpoint is not None]:
-        raise UserError(
-            f"teacher {in_megatron[0].name}: mopd eval samples from Hugging Face folders, and its weights are in "
-            f"{in_megatron[0].megatron_checkpoint}; name a folder with its weights as checkpoint, without "
-            "megatron_checkpoint"
-        )
-
-
-def without_teachers(config: Config) -> Config:
-    """The same, with no teacher server to start."""
-    return config.model_copy(update={"teachers": config.teachers.model_copy(update={"models": ()})})
-
-
 def evaluation_prompts(config: Config, renderer: Renderer) -> dict[Cell, list[RenderedPrompt]]:
     """The first `evaluation.prompts_per_cell` held-out prompts of each cell, the same for every model and seed of
     sampling."""
     if not config.prompts.eval_files:
         raise UserError("prompts.eval_files is empty; name files with held-out prompts")
     prompts = read_prompts(config.prompts.eval_files)
+    check_environments_of(prompts, config)
+    check_budgets(config, prompts)
     chosen = {}
     for cell in config.prompts.cells:
         pool = cell_pool(prompts, cell)[: config.evaluation.prompts_per_cell]
@@ -115,8 +103,20 @@ async def _score_cells(prompts: dict[Cell, list[RenderedPrompt]], sampling: Samp
     sampled: dict[Cell, list[Trajectory]] = {cell: [] for cell in prompts}
     everything = [p for cell_prompts in prompts.values() for p in cell_prompts]
     async for trajectory in sample(everything, sampling, suffix="@eval"):
+        check_reward(trajectory)
         sampled[trajectory.prompt.prompt.cell].append(trajectory)
     return {cell: measured(of_cell) for cell, of_cell in sampled.items()}
+
+
+def check_reward(trajectory: Trajectory) -> None:
+    """A score is a share; training takes any reward."""
+    outcome = trajectory.outcome
+    if outcome is not None and not 0.0 <= outcome.reward <= 1.0:
+        raise UserError(
+            f"environment {trajectory.prompt.prompt.environment!r} gave trajectory {trajectory.id} the reward "
+            f"{outcome.reward:g}, and mopd eval counts rewards from 0 (wrong) to 1 (correct); name an environment with "
+            "such rewards"
+        )
 
 
 def measured(trajectories: Sequence[Trajectory]) -> Measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,13 @@ from megatron_mopd.errors import UserError
 
 MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file; the format's own limit."""
+UMASK = os.umask(0o077)
+os.umask(UMASK)  # there is no other way to ask
+
+
+def let_others_read(file: Path) -> None:
+    """safetensors makes its files for their owner alone; servers and teachers' users may be others."""
+    file.chmod(0o666 & ~UMASK)
 
 
 def read_hf_config(folder: Path, key: str = "checkpoint") -> dict[str, Any]:

@@ -36,7 +36,8 @@ def _check_unused(config: Config) -> None:
     for option, is_set, is_used in unused:
         if is_set and not is_used:
             more = " without objective.beta" if (option, name) == ("teachers.models", "grpo") else ""
-            raise UserError(f"{option} is set, and objective.name={name}{more} does not use it; remove it")
+            how = ", or set teachers.models=[] over it" if option == "teachers.models" else ""
+            raise UserError(f"{option} is set, and objective.name={name}{more} does not use it; remove it{how}")
 
 
 def _check_ratio(ratio: Ratio) -> None:

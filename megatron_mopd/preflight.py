@@ -24,7 +24,7 @@ from megatron_mopd.mcore.options import (
 )
 from megatron_mopd.objective_options import check_objective_options
 from megatron_mopd.prompts.demonstrations import read_demonstrations
-from megatron_mopd.prompts.files import read_prompts
+from megatron_mopd.prompts.files import read_prompts, task_of
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.protocols import PromptChecker
 from megatron_mopd.resume import check_resume, read_facts
@@ -47,7 +47,7 @@ def preflight(config: Config, world_size: int) -> str:
     check_optimizer_options(table)
     check_schedule(table, config.run.num_steps)
     Layout.from_table(config.megatron).check(hf_config, world_size)
-    coverage = ""
+    coverage = f"cells: {', '.join(map(str, config.prompts.cells))}"
     if config.objective.needs_teachers:
         coverage = Router(config.teachers.models, config.prompts.cells).coverage()
     padding = check_teachers(config)
@@ -61,7 +61,7 @@ def preflight(config: Config, world_size: int) -> str:
 
 
 def check_before_sampling(config: Config) -> None:
-    """What only the initial student is sampled for: a run of `mopd budgets`."""
+    """Where nothing is trained: `mopd budgets` and `mopd sample-teachers`."""
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     check_student(config.student.checkpoint, hf_config)
     check_run_folder(config.run.folder)
@@ -83,7 +83,18 @@ def check_environments_of(prompts: Sequence[Prompt], config: Config) -> None:
         if prompt.environment not in config.environments:
             raise UserError(f"prompt {prompt.id} wants environment {prompt.environment!r}; add it under environments:")
         if prompt.environment in checkers:
-            checkers[prompt.environment].check_prompt(prompt, **config.environments[prompt.environment].options)
+            _ask(checkers[prompt.environment], prompt, config.environments[prompt.environment].options)
+
+
+def _ask(checker: PromptChecker, prompt: Prompt, options: Mapping[str, Any]) -> None:
+    try:
+        checker.check_prompt(prompt, **options)
+    except UserError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise UserError(
+            f"environment {prompt.environment!r} cannot check prompt {prompt.id}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:
@@ -112,7 +123,23 @@ def check_teachers(config: Config) -> list[str]:
                 "weights to a Hugging Face folder"
             )
         read_facts(teacher.megatron_checkpoint)
+    names = [teacher.name for teacher in config.teachers.models]
+    if unknown := [name for name in config.teachers.other_origin if name not in names]:
+        raise UserError(
+            f"teachers.other_origin: no teacher is named {unknown[0]}; known: {', '.join(names) or 'none'}; correct or "
+            "remove it"
+        )
     return said
+
+
+def check_sampled_teachers(config: Config) -> None:
+    """An engine that loads Hugging Face folders is to sample them."""
+    if in_megatron := [t for t in config.teachers.models if t.megatron_checkpoint is not None]:
+        raise UserError(
+            f"teacher {in_megatron[0].name}: teachers are sampled from Hugging Face folders, and its weights are in "
+            f"{in_megatron[0].megatron_checkpoint}; name a folder with its weights as checkpoint, without "
+            "megatron_checkpoint"
+        )
 
 
 def check_objective(config: Config, hf_config: Mapping[str, Any]) -> None:
@@ -177,12 +204,24 @@ def check_prompts(config: Config) -> None:
         return
     if not config.prompts.files:
         raise UserError("prompts.files is empty; name files with prompts")
-    for files in (config.prompts.files, config.prompts.eval_files):
-        prompts = read_prompts(files)
+    training, evaluation = read_prompts(config.prompts.files), read_prompts(config.prompts.eval_files)
+    for files, prompts in ((config.prompts.files, training), (config.prompts.eval_files, evaluation)):
         check_environments_of(prompts, config)
         if files:
             PromptSource(prompts, config.prompts, config.run.seed)
             check_budgets(config, prompts)
+    check_held_out(training, evaluation)
+
+
+def check_held_out(training: Sequence[Prompt], evaluation: Sequence[Prompt]) -> None:
+    """No task of an evaluation is trained on, whatever it is called there."""
+    held_out = {task_of(prompt): prompt.id for prompt in evaluation}
+    for prompt in training if held_out else ():
+        if (found := held_out.get(task_of(prompt))) is not None:
+            raise UserError(
+                f"prompt {found} of prompts.eval_files is prompt {prompt.id} of prompts.files; evaluate on prompts "
+                "that are not trained on"
+            )
 
 
 def check_budgets(config: Config, prompts: Sequence[Prompt]) -> None:
@@ -192,8 +231,21 @@ def check_budgets(config: Config, prompts: Sequence[Prompt]) -> None:
         raise UserError(f"budgets.start={budgets.start:g} leads nowhere; set budgets.tau, or remove it")
     if not budgets.tau:
         return
-    if without := [str(cell) for cell in config.prompts.cells if budgets.tau_of(cell) is None]:
+    taus = {cell: budgets.tau_of(cell) for cell in config.prompts.cells}
+    if without := [str(cell) for cell, tau in taus.items() if tau is None]:
         raise UserError(f"budgets.tau has nothing for {', '.join(without)}; add it, or take them out of the mixture")
+    if config.prompts.effort_variable is None and len(set(taus.values())) > 1 and len(config.prompts.efforts) > 1:
+        raise UserError(
+            f"prompts.effort_variable=null: a prompt would have the budgets of {', '.join(config.prompts.efforts)}, "
+            "which the student cannot tell apart; train one effort, with prompts.efforts={...: 1} on the command line "
+            "(files add to the efforts of those before them)"
+        )
+    for cell, tau in taus.items():
+        if budgets.start is not None and tau is not None and budgets.start < tau:
+            raise UserError(
+                f"budgets.start={budgets.start:g} is below budgets.tau of {cell}, {tau:g}, and tau falls from one to "
+                "the other; raise it to that of the level before, or remove it"
+            )
     bare = [prompt.id for prompt in prompts if prompt.budget_tokens is None]
     if bare and (budgets.start is not None or len(bare) == len(prompts)):
         raise UserError(

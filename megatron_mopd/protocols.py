@@ -144,6 +144,7 @@ class PromptChecker(EnvironmentFactory, Protocol):
         ...
 
 
+@runtime_checkable
 class Verifier(Protocol):
     """Judges what a student ended with; environments call it (verifiers/). One instance serves many prompts at once."""
 

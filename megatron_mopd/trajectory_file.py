@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from megatron_mopd.errors import UserError
+from megatron_mopd.hf_folder import let_others_read
 from megatron_mopd.types import Outcome, Prompt, RenderedPrompt, Segment, Trajectory
 
 
@@ -47,6 +48,7 @@ def write_trajectories(file: Path, sampled: Sequence[Sampled]) -> None:
         "teacher_hidden": np.concatenate(hidden) if hidden else np.zeros(0, np.float32),
     }
     save_file(columns, file, metadata={"trajectories": json.dumps([_record(s) for s in sampled])})
+    let_others_read(file)
 
 
 def read_trajectories(file: Path) -> list[Sampled]:

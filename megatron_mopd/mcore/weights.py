@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.hf_folder import read_hf_config
+from megatron_mopd.hf_folder import let_others_read, read_hf_config
 from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.parallel import on_rank_zero
 from megatron_mopd.mcore.parameters import Parameter, geometry_of, parameters_of
@@ -174,6 +174,7 @@ class _ShardWriter:
             return
         file = f"model-{dist.get_rank():05d}-{self._files:05d}.safetensors"
         save_file(self._pending, self.folder / file, metadata={"format": "pt"})
+        let_others_read(self.folder / file)
         self.file_of |= dict.fromkeys(self._pending, file)
         self.total_bytes += self._pending_bytes
         self._files += 1

@@ -15,12 +15,14 @@
 
 `$folder` and `$name` of a variable stand for their values in every text of a stage; `$$` is a dollar. Promises
 (tests/unit/test_pipeline_graph.py): stages come in an order in which each follows what it needs; a product is in the
-folder, is made by one stage, and contains no product of a stage that does not come after it.
+folder, is made by one stage, and contains no product of a stage that does not come after it; what a command names in
+the folder is there by then, made by a stage that it needs or by itself.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +62,15 @@ class Stage(Table):
     def _flat(cls, command: Any) -> Any:
         if not isinstance(command, list):
             return command
-        return [word for part in command for word in (part if isinstance(part, list) else [part])]
+        return list(_words(command))
+
+
+def _words(command: list[Any]) -> Iterator[Any]:
+    for part in command:
+        if isinstance(part, list):
+            yield from _words(part)
+        else:
+            yield part
 
 
 class Pipeline(Table):
@@ -135,6 +145,7 @@ def check(pipeline: Pipeline) -> None:
     for stage in pipeline.ordered:  # refuses a cycle
         _check_product(stage, pipeline)
         _check_inputs(stage, pipeline)
+        _check_command(stage, pipeline)
 
 
 def in_order(stages: Sequence[Stage]) -> Iterator[Stage]:
@@ -185,6 +196,26 @@ def _check_inputs(stage: Stage, pipeline: Pipeline) -> None:
         made = any(file.resolve().is_relative_to(pipeline.by_name[n].produces.resolve()) for n in stage.needs)
         if not made and not file.is_file():
             raise UserError(f"stage {stage.name} has the input {file}, which is not a file; correct or remove it")
+
+
+def _check_command(stage: Stage, pipeline: Pipeline) -> None:
+    known = {stage.name, *pipeline.ancestors[stage.name]}
+    products = {other.name: other.produces.resolve() for other in pipeline.stages}
+    for path in _named_inside(stage.command, pipeline.folder):
+        place, where = path.resolve(), f"stage {stage.name} names {path}"
+        makers = [name for name in products if place.is_relative_to(products[name])]
+        if not makers and not place.exists() and not any(products[name].is_relative_to(place) for name in known):
+            raise UserError(f"{where}, which no stage makes; correct it, or add the stage")
+        maker = max(makers, key=lambda name: len(products[name].parts), default=stage.name)
+        if maker not in known:
+            raise UserError(f"{where}, which stage {maker} makes; add {maker} to its needs")
+
+
+def _named_inside(words: Sequence[str], folder: Path) -> Iterator[Path]:
+    """The paths below the folder that stand in the words, by themselves or as values of options."""
+    begins, goes_on = r"(?<![^\s=,:\[\](){}'\"])", r"/[^\s=,:\[\](){}'\"]+"
+    for word in words:
+        yield from map(Path, re.findall(begins + re.escape(str(folder)) + goes_on, word))
 
 
 def _filled(pipeline: Pipeline) -> Pipeline:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,6 +24,9 @@ from pathlib import Path
 from megatron_mopd.errors import UserError
 from megatron_mopd.pipeline.graph import Pipeline, Stage
 from megatron_mopd.telemetry.record import replace_file
+
+VALUES = re.compile(r"[^\s=,:\[\](){}'\"]+")
+"""In an option: a.b=FILE, a.b=[FILE, FILE]."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,11 @@ class Stamps:
             yield f"{need} {record.stamp if record else None}"
 
     def input_files(self, stage: Stage) -> list[Path]:
-        """Those it names, and files outside the pipeline's folder that stand in its command."""
+        """Those it names, and files outside the pipeline's folder that stand in its command: as words, or as values of
+        options."""
         inside = self.pipeline.folder.resolve()
-        words = [Path(word) for word in stage.command[1:]]
-        named = [file for file in words if file.is_file() and not file.resolve().is_relative_to(inside)]
+        values = {Path(value) for word in stage.command[1:] for value in (word, *VALUES.findall(word)) if value}
+        named = [file for file in values if _is_file(file) and not file.resolve().is_relative_to(inside)]
         return sorted({*stage.inputs, *named})
 
     def done(self) -> set[str]:
@@ -137,6 +142,13 @@ class Stamps:
         while (place := replaced / f"{stage.name}.{number}").exists():
             number += 1
         stage.produces.rename(place)
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except (OSError, ValueError):  # a long word of another kind
+        return False
 
 
 def _hash_of(file: Path, stage: Stage) -> str:

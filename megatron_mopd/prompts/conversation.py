@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.prompts.demonstrations import Demonstration
+from megatron_mopd.prompts.demonstrations import Demonstration, Response
 from megatron_mopd.prompts.render import Renderer
 
 
@@ -38,13 +38,16 @@ def render_conversations(
         for demonstration, neutral in zip(demonstrations, is_neutral, strict=True)
     ]
     ids = iter(renderer.encode([text for of_one in pieces for text, _ in of_one]))
-    return [_joined([(next(ids), spoken) for _, spoken in of_one], renderer.end_ids) for of_one in pieces]
+    said = [_joined([(next(ids), spoken) for _, spoken in of_one], renderer.end_ids) for of_one in pieces]
+    return [_continued(c, d.response) for c, d in zip(said, demonstrations, strict=True)]
 
 
 def _pieces(renderer: Renderer, demonstration: Demonstration, is_neutral: bool) -> list[tuple[str, bool]]:
     """The text in pieces, and whether the assistant speaks in each."""
     messages = demonstration.messages
     effort, name = None if is_neutral else demonstration.effort, f"demonstration {demonstration.id}"
+    if demonstration.response is not None:
+        return [(renderer.text(messages, effort, name, add_generation_prompt=True), False)]
     whole = renderer.text(messages, effort, name)
     pieces, at = [], 0
     for i, message in enumerate(messages):
@@ -62,6 +65,15 @@ def _pieces(renderer: Renderer, demonstration: Demonstration, is_neutral: bool) 
             pieces.append((whole[at : len(text)], not generates))
             at = len(text)
     return pieces  # nothing is learnt from what follows the assistant's last message
+
+
+def _continued(conversation: Conversation, response: Response | None) -> Conversation:
+    """With the tokens that were sampled after the messages."""
+    if response is None:
+        return conversation
+    return Conversation(
+        conversation.token_ids + response.token_ids.tolist(), conversation.loss_mask + response.loss_mask.tolist()
+    )
 
 
 def _joined(pieces: Sequence[tuple[list[int], bool]], end_ids: frozenset[int]) -> Conversation:

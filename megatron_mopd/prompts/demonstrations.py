@@ -1,4 +1,4 @@
-"""Read demonstration files: conversations to learn from, JSONL or parquet, one a line.
+"""Read demonstration files: conversations to learn from, JSONL or parquet, one a line, or sampled trajectories.
 
     {"id": "d-17", "domain": "math", "effort": "low", "messages": [{"role": "user", "content": "17 * 3"},
      {"role": "assistant", "reasoning_content": "10 * 3 + 7 * 3", "content": "51"}]}
@@ -7,6 +7,9 @@ Messages are those of chat templates: roles system, user, assistant and tool; as
 `reasoning_content` and `tool_calls` and need no content then. `effort` says which level is shown; without it every
 level may be drawn for it. `metadata` is for your own use. In a parquet file these are the columns; messages and
 metadata may also be columns of JSON text. A line that is not such an object is refused with its file and number.
+
+A .safetensors file holds trajectories (trajectory_file.py) such as `mopd sample-teachers` writes: the messages of the
+prompt, and the tokens of the response, which are not tokenized again.
 """
 
 from __future__ import annotations
@@ -16,15 +19,25 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron_mopd.errors import UserError
+from megatron_mopd.trajectory_file import read_trajectories
 from megatron_mopd.types import Cell
 
 ROLES = ("system", "user", "assistant", "tool")
 REQUIRED = ("id", "domain", "messages")
 OPTIONAL = ("effort", "metadata")
 MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+
+
+class Response(NamedTuple):
+    """What was sampled, and observed in between, as tokens: [R] int32, [R] bool."""
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,8 @@ class Demonstration:
     effort: str
     messages: tuple[Mapping[str, Any], ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    response: Response | None = field(default=None, compare=False)
+    """Follows the messages, which then end where the assistant begins."""
 
     @property
     def cell(self) -> Cell:
@@ -49,14 +64,35 @@ def read_demonstrations(files: Iterable[Path]) -> list[Demonstration]:
     for file in files:
         if not file.is_file():
             raise UserError(f"demonstration file {file} does not exist; see demonstrations.files")
-        rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
-        for where, row in rows:
-            demonstration = _parse(row, where)
+        for where, demonstration in _read(file):
             if demonstration.id in seen:
                 raise UserError(f"{where}: id {demonstration.id!r} was already used at {seen[demonstration.id]}")
             seen[demonstration.id] = where
             demonstrations.append(demonstration)
     return demonstrations
+
+
+def _read(file: Path) -> Iterator[tuple[str, Demonstration]]:
+    """Each with where it stands."""
+    if file.suffix == ".safetensors":
+        yield from _trajectories(file)
+        return
+    for where, row in _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file):
+        yield where, _parse(row, where)
+
+
+def _trajectories(file: Path) -> Iterator[tuple[str, Demonstration]]:
+    try:
+        of_file = read_trajectories(file)
+    except UserError as error:
+        raise UserError(f"{error}; of .safetensors only what `mopd sample-teachers` writes is read") from None
+    for sampled in of_file:
+        trajectory, prompt = sampled.trajectory, sampled.trajectory.prompt.prompt
+        response = Response(trajectory.response_ids, trajectory.loss_mask)
+        yield (
+            f"{file}: trajectory {trajectory.id}",
+            Demonstration(trajectory.id, prompt.domain, prompt.effort, prompt.messages, response=response),
+        )
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
@@ -68,7 +104,9 @@ def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _json(text: str | bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        value = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        return value
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not a JSON object: {error}") from None
 
@@ -82,7 +120,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         table = parquet.read_table(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file} is not a parquet file: {error}") from None
+        raise UserError(f"{file} cannot be read as parquet: {error}") from None
     for number, row in enumerate(table.to_pylist(), start=1):
         where = f"{file}: row {number}"
         for name in ("messages", "metadata"):

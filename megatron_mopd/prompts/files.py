@@ -43,6 +43,12 @@ def read_prompts(files: Iterable[Path]) -> list[Prompt]:
     return prompts
 
 
+def task_of(prompt: Prompt) -> str:
+    """What a prompt asks: equal for two lines that differ in id, effort and budget alone."""
+    metadata = {name: value for name, value in prompt.metadata.items() if name != "budget"}  # of `mopd budgets`
+    return json.dumps([prompt.domain, prompt.environment, prompt.messages, prompt.label, metadata], sort_keys=True)
+
+
 def _parse(line: bytes, where: str) -> Prompt:
     try:
         row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)

@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from megatron_mopd.config import Config
 from megatron_mopd.types import Cell, Prompt
 
+DIGITS = 9
+"""Of a budget: 0.29 * 100 is a float below 29, which would lose its last token."""
+
 
 def final_taus(config: Config) -> dict[Cell, float]:
     """Those of the efforts themselves: what an evaluation holds a policy to."""
@@ -34,4 +37,4 @@ def taus_at(config: Config, step: int) -> dict[Cell, float]:
 
 def budget_tokens(prompt: Prompt, taus: Mapping[Cell, float]) -> float | None:
     tau = taus.get(prompt.cell)
-    return None if tau is None or prompt.budget_tokens is None else tau * prompt.budget_tokens
+    return None if tau is None or prompt.budget_tokens is None else round(tau * prompt.budget_tokens, DIGITS)

@@ -42,6 +42,8 @@ def load_factory(name: str, path: str) -> EnvironmentFactory:
         module = importlib.import_module(module_name)
     except (ImportError, TypeError) as error:  # TypeError: a relative name
         raise UserError(f"{key}={path!r} cannot be imported: {error}; is its folder on PYTHONPATH?") from error
+    except Exception as error:  # a user's code may raise anything
+        raise UserError(f"{key}={path!r} cannot be imported: {type(error).__name__}: {error}") from error
     if attribute not in vars(module):
         raise UserError(f"{key}={path!r}: module {module_name} has no {attribute}")
     factory = vars(module)[attribute]

@@ -14,6 +14,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 
 import numpy as np
 
@@ -141,15 +142,19 @@ def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _checked_outcome(outcome: Outcome) -> Outcome:
+    """With Python's own numbers, whichever the environment's are: they are written as JSON."""
     if not isinstance(outcome, Outcome) or not math.isfinite(outcome.reward):
         raise ValueError(f"score must return an Outcome with a finite reward, not {outcome!r}")
+    if not isinstance(outcome.spent_tokens, Integral) or outcome.spent_tokens < 0:
+        raise ValueError(f"score must return an Outcome with a count of spent tokens, not {outcome!r}")
     if outcome.budget_tokens is not None:
         raise ValueError("the budget is not the environment's: it is the prompt's budget_tokens times budgets.tau")
-    return outcome
+    return Outcome(float(outcome.reward), int(outcome.spent_tokens))
 
 
 class _Blame:
-    """Any exception of the environment's code leaves as EnvironmentFailed, whatever its type."""
+    """Any exception of the environment's code leaves as EnvironmentFailed, whatever its type; sys.exit() too, which
+    would end the driver without a word."""
 
     def __init__(self, message: str):
         self._message = message
@@ -157,5 +162,6 @@ class _Blame:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            raise EnvironmentFailed(f"{self._message}: {type(error).__name__}: {error}") from error
+        if isinstance(error, Exception | SystemExit):
+            kind_of = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            raise EnvironmentFailed(f"{self._message}: {kind_of}{error}") from error

@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import json
 import os
-import reprlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -96,10 +95,19 @@ def _check_same_template(ours: str, theirs: str, key: str) -> None:
     lines = itertools.zip_longest(ours.splitlines(), theirs.splitlines())
     for number, (our_line, their_line) in enumerate(lines, start=1):
         if our_line != their_line:
+            theirs, ours = _where_they_part(their_line, our_line)
             raise UserError(
-                f"{key}: another chat template: line {number} is {reprlib.repr(their_line)}, the student's is "
-                f"{reprlib.repr(our_line)}; they must be the same, as its prompts are rendered by the student's"
+                f"{key}: another chat template: line {number} is {theirs}, the student's is {ours}; they must be the "
+                "same, as its prompts are rendered by the student's"
             )
+
+
+def _where_they_part(*lines: str | None) -> list[str]:
+    """A few words of each from shortly before the first difference; None: there is no such line."""
+    pairs = zip(*((line or "") for line in lines), strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    start = max(0, same - 12)
+    return ["absent" if line is None else repr(("..." if start else "") + line[start : same + 40]) for line in lines]
 
 
 def _files_of(checkpoint: Path, key: str) -> list[StoredTensor]:

@@ -7,7 +7,8 @@ distilling it makes the student worse. Measured on whatever has been sampled and
 cell by `mopd preflight`, the first batch by `mopd train`, and what is scored of it later where a lane was left behind.
 
 Promises (tests/unit/test_origin.py): the interval is clustered by trajectory, whose tokens are not independent, and
-honest for a few of them; a teacher whose mean is above the gate is refused with what was measured, and no other is.
+honest for a few of them; a teacher whose mean is above the gate is refused with what was measured, unless
+teachers.other_origin names it, and no other is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_mopd.config import Config
+from megatron_mopd.config import Config, Teachers
 from megatron_mopd.errors import UserError
 from megatron_mopd.types import Graded
 
@@ -57,11 +58,12 @@ def check_late(graded: Sequence[Graded], config: Config) -> None:
 
 def _within_gate(graded: Sequence[Graded], config: Config) -> list[InitialKL]:
     measured, gate = measure(graded), config.teachers.max_initial_kl
-    if far := [kl for kl in measured if kl.mean > gate]:
+    if far := [kl for kl in measured if kl.mean > gate and kl.teacher not in config.teachers.other_origin]:
         raise UserError(
             f"initial reverse KL per token above teachers.max_initial_kl={gate:g}: "
             f"{', '.join(f'teacher {kl.teacher} {kl}' for kl in far)}; take teachers that were trained from "
-            f"student.checkpoint={config.student.checkpoint}, or raise the gate for teachers that are known to be"
+            f"student.checkpoint={config.student.checkpoint}; or raise the gate if these are, or name them in "
+            "teachers.other_origin if they are known not to be"
         )
     return measured
 
@@ -87,7 +89,7 @@ def origin_table(measured: Sequence[InitialKL], config: Config) -> str:
     for kl in measured:
         lines.append(
             f"  {kl.teacher:{width}}  {kl!s:>15}  {kl.num_tokens} tokens of {kl.num_trajectories} trajectories"
-            f"{'  above the gate' if kl.mean > config.teachers.max_initial_kl else ''}"
+            f"{_remark(kl, config.teachers)}"
         )
     lines += [
         f"  warning: teacher {kl.teacher} is unlike the others, which are around {median:.3f}; is it the right one?"
@@ -97,6 +99,12 @@ def origin_table(measured: Sequence[InitialKL], config: Config) -> str:
     used = [t.name for t in config.teachers.models if t.cell in config.prompts.cells]
     lines += [f"  warning: teacher {name} has scored nothing and was not measured" for name in used if name not in seen]
     return "\n".join(lines)
+
+
+def _remark(kl: InitialKL, teachers: Teachers) -> str:
+    if kl.mean <= teachers.max_initial_kl:
+        return ""
+    return "  above the gate" + (", allowed by teachers.other_origin" if kl.teacher in teachers.other_origin else "")
 
 
 def outliers(measured: Sequence[InitialKL]) -> list[tuple[InitialKL, float]]:

@@ -73,7 +73,7 @@ class Display:
             self._console.print(self.line(), highlight=False, markup=False, soft_wrap=True)
 
     def line(self) -> str:
-        """Example: step 7/60  eta 1:23  loss -0.0120  kl 0.4120  clip 1.20%  grad 0.830  within budget 0.520  ..."""
+        """Example: step 7/60  eta 1:23  loss -0.0120  kl 0.4120  clip 1.20%  grad 0.830  score 0.520  ..."""
         parts = [f"step {self._step}/{self._num_steps}", f"eta {_clock(self._eta_s())}"]
         parts += [f"{label} {text}" for label, text in self._figures() if text]
         return "  ".join(parts)
@@ -97,7 +97,7 @@ class Display:
             ("entropy", _format(row, "train/entropy", "{:.3f}")),
             ("clip", _format(row, "train/clip_fraction", "{:.2%}")),
             ("grad", _format(row, "train/grad_norm", "{:.3f}")),
-            ("within budget", _format(row, "rollout/reward_within_budget", "{:.3f}")),
+            ("score", _format(row, "rollout/reward_within_budget", "{:.3f}")),
             ("tok/s", _format(row, "perf/tokens_per_s", "{:,.0f}")),
         ]
 

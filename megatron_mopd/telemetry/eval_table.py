@@ -47,8 +47,7 @@ def run_command(words: list[str]) -> None:
     words, out = _out_file(words)
     groups = parse_groups(words)
     summaries = {name: [_summary_of(run) for run in runs] for name, runs in groups.items()}
-    for name, of_seeds in summaries.items():
-        _check_same_cells(name, of_seeds)
+    _check_same_cells([(run, s) for name in groups for run, s in zip(groups[name], summaries[name], strict=True)])
     table = eval_table(summaries)
     console = Console()
     if len(table["methods"]) == 1:
@@ -65,14 +64,22 @@ def parse_groups(words: Sequence[str]) -> dict[str, list[Path]]:
     if not words or any(word.startswith("-") for word in words) or 0 < len(named) < len(words):
         raise UserError(USAGE)
     if not named:
-        return {"student": [Path(word) for word in words]}
+        return {"student": _different([Path(word) for word in words])}
     groups: dict[str, list[Path]] = {}
     for word in named:
         name, _, runs = word.partition("=")
         if name in groups or not all(runs.split(",")):
             raise UserError(f"{word}: name each method once, and its runs as NAME=RUN,RUN")
-        groups[name] = [Path(run) for run in runs.split(",")]
+        groups[name] = _different([Path(run) for run in runs.split(",")])
     return groups
+
+
+def _different(runs: list[Path]) -> list[Path]:
+    """A run that counts twice would make an error too small."""
+    for i, run in enumerate(runs):
+        if run.resolve() in [other.resolve() for other in runs[:i]]:
+            raise UserError(f"{run} is named twice; name each seed of a method once")
+    return runs
 
 
 def eval_table(summaries: Mapping[str, Sequence[Summary]]) -> dict[str, Any]:
@@ -121,12 +128,15 @@ def _summary_of(run: Path) -> Summary:
     return summary
 
 
-def _check_same_cells(name: str, of_seeds: Sequence[Summary]) -> None:
-    cells = [[(c["domain"], c["effort"], c["prompts"]) for c in summary["cells"]] for summary in of_seeds]
-    if any(other != cells[0] for other in cells):
-        raise UserError(
-            f"the runs of {name} were evaluated on different cells or numbers of prompts; evaluate them alike"
-        )
+def _check_same_cells(summaries: Sequence[tuple[Path, Summary]]) -> None:
+    """Of all methods: they stand in one table to be compared."""
+    cells = [[(c["domain"], c["effort"], c["prompts"]) for c in summary["cells"]] for _, summary in summaries]
+    for (run, _), others in zip(summaries, cells, strict=True):
+        if others != cells[0]:
+            raise UserError(
+                f"{summaries[0][0]} and {run} were evaluated on different cells or numbers of prompts; evaluate them "
+                "alike"
+            )
 
 
 def _method(name: str, of_seeds: Sequence[Summary]) -> dict[str, Any]:

@@ -32,3 +32,16 @@ def test_train_refuses_it_before_the_first_update(mopd, tmp_path):
     refusal = result.stderr.strip().splitlines()[-1]
     assert "per token above teachers.max_initial_kl=0.3: teacher general-low " in refusal
     assert not list((tmp_path / "run" / "trajectories").glob("step_*/batch.safetensors"))
+
+
+def test_a_name_in_other_origin_lets_that_teacher_through(mopd, world, tmp_path):
+    own = [f"teachers.models.{i}.checkpoint={world}/one/base" for i in range(len(CELLS) - 1)]
+    words = (*own, "prompts.effort_variable=unread_by_the_template", "teachers.max_initial_kl=0.3")
+    allowed = mopd(
+        "train", f"run.folder={tmp_path}/run", *words, "teachers.other_origin=[coding-max]", "run.num_steps=1"
+    )
+    assert allowed.returncode == 0, allowed
+    assert (tmp_path / "run" / "student" / "config.json").is_file()
+    unknown = mopd("preflight", "--static", f"run.folder={tmp_path}/other", "teachers.other_origin=[coding-mux]")
+    assert unknown.returncode == 2
+    assert "teachers.other_origin: no teacher is named coding-mux; known: general-low" in unknown.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,7 @@ def test_tau_is_of_the_effort_or_of_domain_and_effort() -> None:
 
 def test_a_budget_is_tau_times_b0_and_absent_without_either() -> None:
     taus = final_taus(config(tau=TAU))
-    assert budget_tokens(prompt(), taus) == 0.34 * 12.0
+    assert budget_tokens(prompt(), taus) == pytest.approx(0.34 * 12.0, rel=1e-12)
     assert budget_tokens(prompt(b0=None), taus) is None
     assert budget_tokens(prompt(domain="code"), taus) is None
     assert final_taus(config()) == {}
@@ -54,6 +56,18 @@ def test_tau_goes_linearly_from_start_to_its_own_and_stays() -> None:
         np.testing.assert_allclose(got, np.interp(np.arange(20), [0, 8], [3.0, tau]), rtol=1e-14)
         assert got[8:] == [tau] * 12
     assert taus_at(config(tau=TAU), 0) == final_taus(config(tau=TAU)), "without a start tau is its own at once"
+
+
+def test_no_budget_loses_a_token_to_a_float_product() -> None:
+    """0.29 * 100 is below 29. Exact rationals are the reference."""
+    for hundredths in range(1, 200):
+        taus = {Cell("law", "low"): hundredths / 100}
+        for b0 in (1, 7, 60, 100, 12345):
+            budget = budget_tokens(prompt(b0=float(b0)), taus)
+            assert budget is not None
+            most = Fraction(hundredths, 100) * b0
+            assert Outcome(1.0, math.floor(most), budget).is_within_budget
+            assert not Outcome(1.0, math.floor(most) + 1, budget).is_within_budget
 
 
 def test_an_annealed_budget_keeps_its_last_token() -> None:
@@ -70,11 +84,22 @@ def test_a_tau_that_is_not_above_zero_is_refused(tau: Any) -> None:
         Budgets(tau={"low": 1.0, "law": {"low": 1.0}})
 
 
+def test_a_student_that_reads_no_effort_has_one_budget_a_prompt() -> None:
+    blind = config(tau=TAU)
+    one = blind.prompts.model_copy(update={"effort_variable": None})
+    with pytest.raises(UserError, match="a prompt would have the budgets of low, max"):
+        check_budgets(blind.model_copy(update={"prompts": one}), [prompt()])
+    same = config(tau={"low": 1.0, "max": 1.0})
+    check_budgets(same.model_copy(update={"prompts": one}), [prompt()])
+    check_budgets(blind.model_copy(update={"prompts": one.model_copy(update={"efforts": {"low": 1.0}})}), [prompt()])
+
+
 @pytest.mark.parametrize(
     ("budgets", "b0", "reason"),
     [
         ({"start": 1.5}, 12.0, "budgets.start=1.5 leads nowhere; set budgets.tau"),
         ({"tau": {"low": 1.0}}, 12.0, "budgets.tau has nothing for law/max, tax/max"),
+        ({"tau": TAU, "start": 1.0}, 12.0, "budgets.start=1 is below budgets.tau of law/max, 1.5"),
         ({"tau": TAU}, None, "budgets.tau is set, and prompt p has no budget_tokens"),
     ],
 )

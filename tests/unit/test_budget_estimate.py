@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_mopd.budgets import estimate, output_files, summarize, summary_lines
+from megatron_mopd.budgets import _lines, estimate, output_files, summarize, summary_lines
 from megatron_mopd.config import BudgetEstimate, Config
 from megatron_mopd.errors import UserError
+from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.types import Outcome, Prompt
 
 
@@ -40,6 +42,7 @@ def test_the_median_of_correct_ones_and_the_fallback_of_the_domain() -> None:
     assert (summary["law"]["prompts"], summary["law"]["fallbacks"], summary["tax"]["fallbacks"]) == (3, 1, 0)
     assert summary["law"]["correct"] == pytest.approx(6 / 9)
     assert "1 prompts without a correct one" in summary_lines(summary)[0]
+    assert "without" not in summary_lines(summary)[1]
 
 
 @pytest.mark.parametrize("quantile", [0.25, 0.5, 1.0])
@@ -56,6 +59,16 @@ def test_a_quantile_is_over_all_samples(quantile: float) -> None:
 def test_a_domain_without_a_correct_sample_is_refused() -> None:
     with pytest.raises(UserError, match="not one sample of law was correct"):
         estimate([prompt("hard")], {"hard": HARD}, BudgetEstimate())
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\x85b"])
+def test_lines_are_those_that_read_prompts_finds(text: str, tmp_path: Path) -> None:
+    """JSON need not escape what Unicode takes for the end of a line."""
+    row = {"id": "a", "domain": "law", "environment": "qa", "messages": [{"role": "user", "content": text}]}
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(row, ensure_ascii=False).encode() + b"\r\n\n")
+    (prompt,) = read_prompts([file])
+    assert [row["messages"][0] for row in _lines(file)] == list(prompt.messages)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.yaml_tree import overlay, override, read_yaml, write_yaml
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = [
-    f for f in sorted(ROOT.glob("examples/**/*.y*ml")) if "pipeline" not in f.name
-]  # those: test_k3_pipeline.py
+PIPELINES = ("pipeline.yaml", "methods.yaml", "comparisons.yaml")  # see test_k3_pipeline.py
+EXAMPLES = [f for f in sorted(ROOT.glob("examples/**/*.y*ml")) if f.name not in PIPELINES]
 
 BASE = """
 run: {folder: runs/x, num_steps: 3}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -14,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from megatron_mopd.batch import Batch
 from megatron_mopd.errors import UserError
 from megatron_mopd.prompts.conversation import Conversation, render_conversations
-from megatron_mopd.prompts.demonstrations import Demonstration
+from megatron_mopd.prompts.demonstrations import Demonstration, Response
 from megatron_mopd.prompts.render import Renderer
 from megatron_mopd.types import Cell, Prompt
 
@@ -150,3 +151,16 @@ def test_rows_of_a_batch_are_the_conversations(renderer: Renderer) -> None:
     assert batch.cell.tolist() == [1, 0]
     assert not batch.rollout_logprobs.any()
     assert batch.outcome_advantage is None
+
+
+def test_a_response_of_tokens_follows_the_prompt_and_is_not_tokenized_again(renderer: Renderer) -> None:
+    """Even where the tokenizer would have written its text in other tokens."""
+    new_line, x = renderer.tokenizer.convert_tokens_to_ids(["Ċ", "x"])
+    response = Response(np.array([new_line, x, x], np.int32), np.array([True, True, False]))
+    prompt = Prompt("p", "law", "low", "e", MESSAGES[:2])
+    (rendered,) = renderer.render([prompt])
+    for neutral, ids in ((False, rendered.student_ids), (True, rendered.teacher_ids)):
+        demonstration = Demonstration("d", "law", "low", MESSAGES[:2], response=response)
+        (found,) = render_conversations(renderer, [demonstration], [neutral])
+        assert found.token_ids == [*ids, new_line, x, x]
+        assert found.loss_mask == [False] * len(ids) + [True, True, False]

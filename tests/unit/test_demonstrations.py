@@ -38,6 +38,7 @@ def test_a_line_becomes_a_demonstration(tmp_path: Path) -> None:
     [
         ("{", "not a JSON object"),
         ("[1]", "not a JSON object but a list"),
+        ('{"id": "\\ud800"}', "surrogates not allowed"),
         ({**LINE, "domain": None}, "no 'domain'; a demonstration needs id, domain, messages"),
         ({**LINE, "effort": 3}, "'effort' must be a string, not 3"),
         ({**LINE, "label": "51"}, "unknown key 'label'"),
@@ -82,7 +83,7 @@ def test_parquet_holds_the_same(tmp_path: Path, as_text: bool) -> None:
     from_parquet = read_demonstrations([tmp_path / "d.parquet"])
     assert from_parquet == read_demonstrations([write(tmp_path, LINE, other)])
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"cut\.parquet is not a parquet file"):
+    with pytest.raises(UserError, match=r"cut\.parquet cannot be read as parquet"):
         read_demonstrations([tmp_path / "cut.parquet"])
 
 

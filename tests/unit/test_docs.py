@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import yaml
@@ -15,9 +19,11 @@ from megatron_mopd.config import Config, Table, Teacher, load_config
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.pipeline.graph import load_pipeline
+from megatron_mopd.prompts.demonstrations import read_demonstrations
 from megatron_mopd.prompts.files import read_prompts
+from megatron_mopd.protocols import Verifier
 from megatron_mopd.teachers.router import Router
-from megatron_mopd.types import Cell
+from megatron_mopd.types import Cell, Prompt
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
@@ -57,6 +63,7 @@ def test_every_yaml_block_of_its_page_is_a_pipeline(tmp_path: Path, monkeypatch:
     """The first is complete, the others say more."""
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
+    Path("data/sft.jsonl").touch()
     Path("data/eval.jsonl").touch()
     first, *others = (text for page, text in blocks("yaml") if page == PIPELINES)
     for text in ("", *others):
@@ -64,12 +71,26 @@ def test_every_yaml_block_of_its_page_is_a_pipeline(tmp_path: Path, monkeypatch:
         load_pipeline(Path("pipeline.yaml"))
 
 
-def test_every_json_block_is_a_prompt(tmp_path: Path) -> None:
-    assert blocks("json")
+def test_every_json_block_is_a_prompt_or_a_demonstration(tmp_path: Path) -> None:
+    assert len(blocks("json")) > 1
     for _, text in blocks("json"):
-        file = tmp_path / "prompts.jsonl"
+        file = tmp_path / "lines.jsonl"
         file.write_text(text)
-        assert read_prompts([file])
+        assert read_prompts([file]) if "environment" in json.loads(text) else read_demonstrations([file])
+
+
+def test_the_python_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for _, text in blocks("python"):
+        exec(text, names)
+    assert len(read_prompts([tmp_path / "prompts" / "train_general.jsonl"])) == 5000
+    task = names["Additions"]().draw(2, Random(0))
+    assert sum(map(int, task.messages[0]["content"].split(" + "))) == int(task.label)
+    verifier, prompt = names["EvenNumber"](), Prompt("p", "math", "", "e", (), label=True)
+    assert isinstance(verifier, Verifier)
+    verifier.check(prompt)
+    assert [asyncio.run(verifier.verify(prompt, answer)) for answer in ("12", "7", "twelve")] == [1.0, 0.0, 0.0]
 
 
 def test_every_make_target_exists() -> None:
@@ -113,7 +134,9 @@ def test_every_option_of_the_table_exists_with_its_default() -> None:
             assert issubclass(annotation, Table)
             default = annotation.model_fields[field]
             if values:
-                assert yaml.safe_load(values[i if len(values) > 1 else 0]) == default.get_default(), name
+                want = default.get_default()
+                want = list(want) if isinstance(want, tuple) else want
+                assert yaml.safe_load(values[i if len(values) > 1 else 0]) == want, name
             else:
                 assert default.is_required() or isinstance(default.get_default(), dict), f"{name} has a default: say it"
 

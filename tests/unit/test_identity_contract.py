@@ -177,13 +177,20 @@ def test_another_token_is_refused_by_id(folder, tmp_path, tokens, reason):
     ("template", "reason"),
     [
         (TEMPLATE.replace("content", "role"), r"line 2 is '{{ m.role }}', the student's is '{{ m.content }}'"),
-        (TEMPLATE + "\nmore", "line 4 is 'more', the student's is None"),
-        ("", "line 1 is None, the student's is"),
+        (TEMPLATE + "\nmore", "line 4 is 'more', the student's is absent"),
+        ("", "line 1 is absent, the student's is"),
     ],
 )
 def test_another_template_is_refused_by_line(folder, tmp_path, template, reason):
     with pytest.raises(UserError, match=reason):
         check_same_language(folder, write(tmp_path / "other", template=template), "k")
+
+
+def test_of_long_lines_the_place_where_they_part_is_shown(folder, tmp_path):
+    long = "{{ " + "x" * 200 + " }}"
+    ours = write(tmp_path / "ours", template=long + "{{ role }}")
+    with pytest.raises(UserError, match=r"is '\.\.\.x+ }}{{ content }}', the student's is '\.\.\.x+ }}{{ role }}'"):
+        check_same_language(ours, write(tmp_path / "other", template=long + "{{ content }}"), "k")
 
 
 def test_a_template_that_ends_otherwise_is_the_same(folder, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,53 @@ def test_the_last_one_of_a_step_is_scored_while_other_lanes_are_still_sampled() 
 
     assert run(lanes, work) == [["t0", "t1"], ["t2"]]
     assert endpoints["b"].batches == [["t3", "t4"]]
+
+
+@pytest.mark.parametrize(("expected", "batches"), [(1, [["t0"]]), (2, [["t0", "t1"]]), (5, [["t0", "t1"]])])
+def test_however_many_were_expected_each_one_is_scored_once(expected: int, batches: list[list[str]]) -> None:
+    """Sampling may end early, and what an earlier process left behind comes on top; an empty response is one, too."""
+    endpoint = Endpoint()
+    lanes = lanes_of({"a": [endpoint], "b": [Endpoint("idle")]}, batch_tokens=100)
+
+    async def work() -> list[list[Graded]]:
+        lanes.submit("a", Sampled(sampled(9).trajectory, 0, np.zeros(3, np.float32)))  # scored before
+        lanes.expect({"a": expected})
+        for k in range(2):
+            lanes.submit("a", sampled(k, tokens=3 * k))
+        first = await lanes.drain(0)
+        lanes.expect({"a": 1})
+        lanes.submit("a", sampled(7))
+        await lanes["a"].wait(5.0)
+        assert not lanes["a"].nothing_to_take, "the one of a step of one is not waited with"
+        return [first, await lanes.drain(1)]
+
+    first, second = run(lanes, work)
+    assert sorted(ids(first)) == ["t0", "t1", "t9"]
+    assert [len(g.teacher_logprobs) for g in first if g.trajectory.id == "t0"] == [0]
+    assert ids(second) == ["t7"]
+    assert sorted(chain.from_iterable(endpoint.batches)) == ["t0", "t1", "t7"]
+    assert endpoint.batches[: len(batches)] == batches
+
+
+def test_an_endpoint_that_dies_before_the_last_one_comes_costs_nothing() -> None:
+    endpoint = Endpoint(delay=0.05)
+    lanes = lanes_of({"a": [endpoint]}, batch_tokens=10)
+
+    async def work() -> list[Graded]:
+        lanes.expect({"a": 3})
+        lanes.submit("a", sampled(0))
+        lanes.submit("a", sampled(1))  # sent
+        endpoint.alive = False
+        await asyncio.sleep(0.1)
+        lanes.submit("a", sampled(2))
+        draining = asyncio.create_task(lanes.drain(0))
+        await asyncio.sleep(0.1)
+        assert not draining.done()
+        endpoint.alive = True
+        return await draining
+
+    assert ids(run(lanes, work)) == ["t0", "t1", "t2"]
+    assert endpoint.batches == [["t0", "t1"], ["t2"]]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from examples.k3_miniature import environments, world
 from examples.k3_miniature.generators import MiniatureTasks, to_turns
+from examples.k3_miniature.second_origin import said_otherwise, write_second_origin
 from examples.quickstart import environments as quickstart
 from examples.quickstart.tasks import DOMAINS, EFFORTS, TASKS, VOCABULARY, Demonstration
 from examples.quickstart.world import ENVIRONMENTS, prompt_words
@@ -154,6 +155,42 @@ def test_a_task_without_its_label_is_refused_before_it_is_sampled(tokenizer, dom
     for refuse in (factory.check_prompt, lambda p, **options: factory(p, tokenizer, **options)):
         with pytest.raises(UserError, match="prompt general-7 cannot be judged by verifier"):
             refuse(prompt, **entry.options)
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_the_second_convention_says_the_same_otherwise(tokenizer, domain: str):
+    """It earns and spends as much; only of calls there is no other form."""
+    rng, generator, entry = Random(domain), MiniatureTasks(domain), CONFIG.environments[ENVIRONMENTS[domain]]
+    make = getattr(environments, entry.factory.partition(":")[2])
+    others = 0
+    for _ in range(200):
+        task = generator.draw(rng.choice(generator.difficulties), rng)
+        demonstration = task.solvable.demonstrate(rng.randrange(7), 0.12, rng)
+        first = to_turns(domain, demonstration)
+        second = [said_otherwise(domain, message) for message in first]
+        others += second != first
+
+        def outcome_of(
+            turns: list[dict[str, Any]], task: Any = task, sampled: tuple[bool, ...] = demonstration.sampled
+        ):
+            messages = list(map(dict, task.messages))
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            whole = tokenizer.apply_chat_template([*messages, *turns], tokenize=False)
+            words = tuple(whole.removeprefix(prompt).split())
+            environment = make(make_prompt(task, domain), tokenizer, **entry.options)
+            return outcome(environment, Demonstration(words, sampled))
+
+        assert outcome_of(second) == outcome_of(first)
+    assert others == 0 if domain == "agents" else others > 150
+
+
+def test_the_second_origin_demonstrates_the_tasks_of_the_first(folder: Path, tmp_path: Path):
+    write_second_origin(folder, tmp_path, seed=3)
+    files = [f.relative_to(folder / "base") for f in (folder / "base").iterdir()]
+    same = [(tmp_path / "base" / f).read_bytes() == (folder / "base" / f).read_bytes() for f in files]
+    assert [str(f) for f, s in zip(files, same, strict=True) if not s] == ["model.safetensors"]
+    for row, other in zip(demonstrated(folder), demonstrated(tmp_path), strict=True):
+        assert {**row, "messages": row["messages"][:2]} == {**other, "messages": other["messages"][:2]}
 
 
 def test_difficulty_is_the_number_of_steps():

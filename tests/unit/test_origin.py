@@ -24,13 +24,13 @@ def graded(teacher, differences, observed=0, name="t", weight_version=0):
     return Graded(Trajectory(name, prompt, segments, "stop"), teacher, scores.astype(np.float32))
 
 
-def config(gate=0.15, names=("a",)):
+def config(gate=0.15, names=("a",), other_origin=()):
     models = [{"name": n, "domain": "law", "effort": n, "checkpoint": Path("x")} for n in names]
     return Config.model_validate(
         {
             "run": {"folder": "run", "num_steps": 1},
             "student": {"checkpoint": "sft"},
-            "teachers": {"max_initial_kl": gate, "models": models},
+            "teachers": {"max_initial_kl": gate, "other_origin": other_origin, "models": models},
             "prompts": {"files": ["p"], "batch_size": 1, "mixture": {"law": 1}, "efforts": dict.fromkeys(names, 1.0)},
             "environments": {},
             "rollout": {"max_response_tokens": 5},
@@ -77,6 +77,17 @@ def test_a_teacher_above_the_gate_is_refused_with_what_was_measured():
     assert re.search(r"  a +0.100 ± 0.000  2 tokens of 2 trajectories", table)
     with pytest.raises(UserError, match=r"max_initial_kl=0.15: teacher b 0.250 ± 0.635; .*trained from student.check"):
         check_origin(rows, config(names=("a", "b")))
+
+
+def test_a_teacher_above_the_gate_is_allowed_by_its_name_alone():
+    rows = [graded("a", [0.1]), graded("b", [0.4, 0.2]), graded("c", [0.9])]
+    known = config(gate=0.15, names=("a", "b", "c"), other_origin=("c",))
+    with pytest.raises(UserError, match=r"teacher b 0.300 ± \?; .*or name them in teachers.other_origin"):
+        check_origin(rows, known)
+    table = check_origin(rows, config(gate=0.15, names=("a", "b", "c"), other_origin=("b", "c")))
+    assert re.search(r"  c +0.900 .* above the gate, allowed by teachers.other_origin", table)
+    assert "allowed" not in table.splitlines()[1]
+    check_late(rows, config(gate=0.15, other_origin=("b", "c")))
 
 
 def test_a_teacher_equal_to_the_student_passes_any_gate():

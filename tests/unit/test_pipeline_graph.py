@@ -47,6 +47,15 @@ def write(place: Path, *stages: dict[str, Any], **fields: Any) -> Path:
         ([stage("a", "b"), stage("b", produces="$folder/a/b")], "stage b writes into it without needing a"),
         ([stage("a", comand=["x"])], "unknown key stage a: comand; did you mean command?"),
         ([stage("a", inputs=["nowhere.yaml"])], "stage a has the input nowhere.yaml, which is not a file"),
+        ([stage("a", command=["x", "k=$folder/rl/low"])], "/run/rl/low, which no stage makes; correct it, or add the"),
+        (
+            [stage("a"), stage("b"), stage("c", "b", command=["x", "k=[$folder/b/x, $folder/a/x]"])],
+            "/run/a/x, which stage a makes; add a to its needs",
+        ),
+        (
+            [stage("a"), stage("b", "a", produces="$folder/a/y"), stage("c", "a", command=["x", "$folder/a/y"])],
+            "/run/a/y, which stage b makes; add b to its needs",
+        ),
         ([stage("a b")], "stage a b: name='a b': string should match pattern"),
         ([stage("a", command=["x", "$sede"])], "stage a: no variable sede for $sede; did you mean seed?"),
         ([stage("a", command=["x", "5$"])], "stage a: 5$ has a $ that names no variable; write $$ for a dollar"),
@@ -81,13 +90,22 @@ def test_mistakes_end_the_command_with_code_2(tmp_path: Path, capsys: pytest.Cap
 def test_variables_and_the_folder_are_filled_in(tmp_path: Path) -> None:
     file = write(
         tmp_path,
-        stage("a", command=["mopd", "run.seed=$seed", "$folder/x", "$$1"], produces="$folder/a"),
+        stage("a", command=["mopd", "run.seed=$seed", "$folder/a/x", "$$1"], produces="$folder/a"),
         folder=str(tmp_path / "seed$seed"),
         variables={"seed": 0},
     )
     (a,) = load_pipeline(file, ["variables.seed=3"]).stages
-    assert a.command == ("mopd", "run.seed=3", f"{tmp_path}/seed3/x", "$1")
+    assert a.command == ("mopd", "run.seed=3", f"{tmp_path}/seed3/a/x", "$1")
     assert a.produces == tmp_path / "seed3" / "a"
+
+
+def test_a_command_may_name_what_is_made_before_it_and_what_is_the_user_s_own(tmp_path: Path) -> None:
+    """Also a folder that holds what is made, in any of the ways in which options are written."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/mine.yaml").touch()
+    words = ["x=$folder/a/student,$folder/rl", "[$folder/b]", "{k: $folder/c/y}", "$folder/mine.yaml", "$folder-2/x"]
+    before = [stage("a"), stage("b", "a", produces="$folder/rl/b"), stage("b2", "b", produces="$folder/b")]
+    load_pipeline(write(tmp_path, *before, stage("c", "b2", command=["x", *words])))
 
 
 def test_a_product_may_lie_in_that_of_a_stage_that_comes_before(tmp_path: Path) -> None:

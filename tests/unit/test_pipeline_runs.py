@@ -142,15 +142,21 @@ def test_a_changed_input_makes_its_stage_again_and_those_after_it(world: World) 
     assert sorted(f.name for f in (world.folder / "run/pipeline/replaced").iterdir()) == ["a.0", "b.0"]
 
 
-@pytest.mark.parametrize("change", ["word", "file of the command", "product is gone"])
+@pytest.mark.parametrize("change", ["word", "file of the command", "file of an option", "product is gone"])
 def test_what_else_makes_a_stage_again(world: World, change: str) -> None:
-    world.write(world.stage("a"))
+    """An option may name files: a.b=FILE, a.b=[FILE, FILE]."""
+    option = world.folder / "prompts.jsonl"
+    option.write_text("{}")
+    stage = world.stage("a")
+    world.write({**stage, "command": [*stage["command"], f"prompts.files=[{option}, nowhere]"]})
     pipeline = load_pipeline(world.file)
     assert world.make() == [0]
     if change == "word":
         world.write(world.stage("a", seconds=0.001))
     elif change == "file of the command":
         (world.folder / "make.py").write_text(MAKE + "\n")
+    elif change == "file of an option":
+        option.write_text("{ }")
     else:
         shutil.rmtree(world.folder / "run/a")
     assert Stamps(load_pipeline(world.file)).done() == set()
@@ -200,7 +206,8 @@ def test_a_stage_that_failed_is_tried_again_where_it_stopped(world: World, capsy
 
 MEET = """\
 import pathlib, sys, time
-mine, other = map(pathlib.Path, sys.argv[1:])
+mine = pathlib.Path(sys.argv[1])
+other = mine.with_name(sys.argv[2])
 mine.mkdir()
 while not other.exists():
     time.sleep(0.02)
@@ -211,7 +218,7 @@ def test_independent_stages_run_side_by_side_and_the_longest_chain_goes_first(wo
     """Two that wait for each other end only if they run at once."""
 
     def meeting(name: str, other: str) -> dict[str, Any]:
-        return world.stage(name, command=["python", "-c", MEET, f"$folder/{name}", f"$folder/{other}"])
+        return world.stage(name, command=["python", "-c", MEET, f"$folder/{name}", other])
 
     chain = [meeting("x1", "y"), world.stage("x2", "x1"), world.stage("x3", "x2")]
     world.write(meeting("y", "x1"), world.stage("z"), *chain, max_parallel=2)

@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 
-from megatron_mopd.config import Prompts
+from megatron_mopd.config import Config, Environment, Prompts, Rollout, Run, Student
 from megatron_mopd.errors import UserError
+from megatron_mopd.preflight import check_environments_of, check_held_out
 from megatron_mopd.prompts.files import read_prompts
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.types import Cell, Prompt
@@ -119,6 +120,38 @@ def test_a_prompt_with_an_effort_is_drawn_only_at_this_effort():
     drawn = Counter((p.id, p.effort) for step in range(4) for p in source.draw(step))
     assert {effort for (id_, effort) in drawn if id_ == "x"} == {"low"}
     assert {effort for (id_, effort) in drawn if id_ == "y"} == {"low", "high", "max"}
+
+
+def test_an_evaluated_task_that_is_trained_on_is_refused_whatever_it_is_called():
+    """Budgets are measured of a task, and efforts drawn for it; another table behind the same words is another task."""
+    words = ({"role": "user", "content": "look up"},)
+    trained = Prompt("t", "law", "", "qa", words, "2", {"table": [1]})
+    same = Prompt("e", "law", "low", "qa", words, "2", {"table": [1], "budget": {"samples": 4}}, budget_tokens=3.0)
+    check_held_out([trained], [Prompt("t", "law", "", "qa", words, "2", {"table": [2]})])
+    with pytest.raises(UserError, match=r"^prompt e of prompts\.eval_files is prompt t of prompts\.files; evaluate on"):
+        check_held_out([trained], [same])
+
+
+class Picky:
+    """An environment that checks prompts, and does so badly."""
+
+    def __init__(self, prompt, tokenizer): ...
+
+    @classmethod
+    def check_prompt(cls, prompt):
+        prompt.metadata["table"]
+
+
+def test_a_check_of_prompts_that_raises_is_named_with_the_prompt(tmp_path):
+    picky = Config(
+        run=Run(folder=tmp_path, num_steps=1),
+        student=Student(checkpoint=tmp_path),
+        prompts=config(),
+        rollout=Rollout(max_response_tokens=1),
+        environments={"picky": Environment(factory=f"{__name__}:Picky")},
+    )
+    with pytest.raises(UserError, match=r"^environment 'picky' cannot check prompt p: KeyError: 'table'$"):
+        check_environments_of([Prompt("p", "law", "", "picky", ())], picky)
 
 
 def test_a_cell_without_prompts_is_refused():

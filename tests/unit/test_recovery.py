@@ -192,8 +192,11 @@ def test_eval_table_refuses_a_run_that_was_not_evaluated_or_otherwise(runs: list
     write_summary(tmp_path / "empty", [cell("b", "low", 0.2, 0.6, 0.4)], [], wall_s=1.0, layout={})
     from megatron_mopd.telemetry.eval_table import run_command
 
-    with pytest.raises(UserError, match="evaluated on different cells"):
-        run_command([runs[0], str(tmp_path / "empty")])
+    for words in ([runs[0], str(tmp_path / "empty")], [f"x={runs[0]}", f"y={tmp_path / 'empty'}"]):
+        with pytest.raises(UserError, match=r"s0 and .*empty were evaluated on different cells"):
+            run_command(words)
+    with pytest.raises(UserError, match=r"s0 is named twice; name each seed of a method once"):
+        run_command([f"x={runs[0]},{runs[1]},{runs[0]}/../s0"])
     (tmp_path / "empty" / "summary.json").unlink()
     with pytest.raises(UserError, match="run mopd eval with run"):
         run_command([str(tmp_path / "empty")])

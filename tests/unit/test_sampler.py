@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny import VOCAB_SIZE, write_checkpoint
 
@@ -159,13 +161,15 @@ def test_a_prompt_that_is_drawn_twice_makes_two_trajectories() -> None:
     assert {t.id: t.response_ids.tolist() for t in got} == {"0/p@7": [5, 6, END], "1/p@7": [END]}
 
 
-def test_an_environment_that_fails_is_named_with_its_trajectory() -> None:
+@pytest.mark.parametrize("error", [KeyError("table"), SystemExit(3)])
+def test_an_environment_that_fails_is_named_with_its_trajectory(error: BaseException) -> None:
     class Broken(Tool):
         async def step(self, token_ids: tuple[int, ...]) -> Observation:
-            raise KeyError("table")
+            raise error
 
     engine = Scripted({"0/p@7": [CALL]})
-    with pytest.raises(EnvironmentFailed, match=r"environment 'tool' of trajectory 0/p@7 failed: KeyError: 'table'"):
+    reason = f"{type(error).__name__}: {error}"
+    with pytest.raises(EnvironmentFailed, match=f"environment 'tool' of trajectory 0/p@7 failed: {reason}"):
         collect(engine, rendered("p"), {"tool": Broken}, 9)
 
 
@@ -195,6 +199,28 @@ def test_a_score_that_is_no_outcome_is_refused(outcome: Any) -> None:
 
     with pytest.raises(EnvironmentFailed, match="score must return an Outcome with a finite reward, not"):
         collect(Scripted({"0/p@7": [END]}), rendered("p"), {"tool": Judge}, 9)
+
+
+@pytest.mark.parametrize("spent", [None, -1, 1.5, "3"])
+def test_spent_tokens_are_a_count(spent: Any) -> None:
+    class Judge(Tool):
+        async def score(self, trajectory: Trajectory) -> Outcome:
+            return Outcome(1.0, spent)
+
+    with pytest.raises(EnvironmentFailed, match="score must return an Outcome with a count of spent tokens, not"):
+        collect(Scripted({"0/p@7": [END]}), rendered("p"), {"tool": Judge}, 9)
+
+
+def test_numbers_of_numpy_s_kinds_become_python_s_own() -> None:
+    """They are written as JSON, which knows no others."""
+
+    class Judge(Tool):
+        async def score(self, trajectory: Trajectory) -> Outcome:
+            return Outcome(np.float32(0.5), trajectory.loss_mask.sum())  # pyright: ignore[reportArgumentType]
+
+    (t,) = collect(Scripted({"0/p@7": [5, END]}), rendered("p"), {"tool": Judge}, 9)
+    assert t.outcome is not None
+    assert json.loads(json.dumps(asdict(t.outcome))) == {"reward": 0.5, "spent_tokens": 2, "budget_tokens": None}
 
 
 def test_a_budget_of_the_environment_s_own_is_refused() -> None:

@@ -4,14 +4,17 @@ and verifier are at fault when they cannot judge."""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from examples.quickstart.world import write_tokenizer
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import Verifier
+from megatron_mopd.rollout.environments import load_factory
 from megatron_mopd.types import Prompt, RenderedPrompt, Segment, Trajectory
 from megatron_mopd.verifiers.answer import AnswerMatch, read_number
 from megatron_mopd.verifiers.environment import VerifiedTurn
@@ -95,6 +98,26 @@ def test_states_are_compared_where_the_label_says() -> None:
     assert reward(StateCheck(), {"paid": 0}, state) == 0.0
 
 
+class Lazy:
+    """Checks nothing, and cannot verify."""
+
+    def check(self, prompt: Prompt) -> None: ...
+
+
+class Careless:
+    """Raises what comes from its own mistakes, wherever it is asked."""
+
+    def __init__(self, *, ready: bool = True) -> None:
+        if not ready:
+            raise RuntimeError("no sandbox")
+
+    def check(self, prompt: Prompt) -> None:
+        prompt.label["answer"]
+
+    async def verify(self, prompt: Prompt, answer: Any) -> float:
+        return 1.0
+
+
 class Broken:
     """A user's verifier that raises, or answers with what its option says."""
 
@@ -113,7 +136,20 @@ def test_a_verifier_that_raises_is_named_with_the_prompt() -> None:
         asyncio.run(judge("mine", broken, make_prompt(1), ""))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", True])
+def test_a_check_that_raises_is_named_with_the_prompt() -> None:
+    careless = load_verifier(f"{__name__}:Careless", {})
+    with pytest.raises(UserError, match=r"prompt p7 cannot be judged by verifier 'mine': TypeError: "):
+        check("mine", careless, make_prompt(1))
+
+
+@pytest.mark.parametrize("value", [1, 0.5, np.float32(0.5), np.int64(1)])
+def test_a_reward_may_be_a_number_of_any_kind(value: Any) -> None:
+    reward = asyncio.run(judge("mine", Broken(reward=value), make_prompt(1), ""))
+    assert type(reward) is float
+    assert reward == value
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", True, np.float32("nan"), np.bool_(True)])
 def test_a_reward_that_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(UserError, match=r"gave prompt p7 the reward .*, not a finite number"):
         asyncio.run(judge("mine", Broken(reward=value), make_prompt(1), ""))
@@ -124,7 +160,12 @@ def test_a_reward_that_is_no_number_is_refused(value: Any) -> None:
     [
         ("anser_match", {}, "no verifier 'anser_match'; name one of answer_match"),
         ("no.such.module:X", {}, "cannot be imported: No module named 'no'"),
+        ("examples.no_such:X", {}, "cannot be imported: No module named 'examples.no_such'"),
+        (3, {}, "verifier: 3 is no name; name one of answer_match"),
         ("answer_match", {"colour": 1}, "'answer_match' does not take its options"),
+        ("answer_match", {"pattern": ...}, "'answer_match' does not take its options: .* is not JSON serializable"),
+        (f"{__name__}:Lazy", {}, "needs the methods check and verify"),
+        (f"{__name__}:Careless", {"ready": False}, "cannot be made: RuntimeError: no sandbox"),
         ("answer_match", {"pattern": "("}, "is no regular expression"),
         ("answer_match", {"pattern": "a"}, "needs one group"),
         ("answer_match", {"compare": "vibes"}, "must be one of text, number"),
@@ -134,6 +175,14 @@ def test_a_reward_that_is_no_number_is_refused(value: Any) -> None:
 def test_a_verifier_that_cannot_be_made_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_verifier(name, options)
+
+
+@pytest.mark.parametrize("load", [lambda path: load_verifier(path, {}), lambda path: load_factory("mine", path)])
+def test_a_module_that_raises_is_refused(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_that_raises.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"'module_that_raises:X' cannot be imported: RuntimeError: no licence"):
+        load("module_that_raises:X")
 
 
 def test_a_turn_is_judged_on_what_follows_its_thinking(tmp_path) -> None:
