@@ -2,7 +2,7 @@
 
 Teacher by teacher and chunk by chunk: the logits of both, what objectives/distribution.py makes of them, and the
 gradients of the hidden states and the weight at once, as in one_pass.py. A teacher's logits want a normaliser of their
-own, so a chunk has all of its logits at hand, about eight float32 tensors of them, and takes fewer tokens.
+own, so a chunk has all of its logits at hand, `BYTES_OF_LOGIT` of each, and takes fewer tokens.
 
 Promises (tests/distributed/test_full_kl.py): value and gradient are those of float64 autograd, at every layout.
 
@@ -22,6 +22,9 @@ from megatron_mopd.mcore.one_pass import Coefficients, Gradients
 from megatron_mopd.mcore.products import add_product, products_of
 from megatron_mopd.mcore.vocab_slice import VocabSlice
 from megatron_mopd.objectives.distribution import Divergence, TargetDivergence
+
+BYTES_OF_LOGIT = 11 * torch.float32.itemsize
+"""What exists at once of a token and an entry of the vocabulary: so many float32 tensors, fewer for full_kl."""
 
 
 class TeacherRows(NamedTuple):

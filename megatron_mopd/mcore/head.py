@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_mopd.mcore import device
-from megatron_mopd.mcore.divergence_pass import TeacherRows, divergence_pass
+from megatron_mopd.mcore.divergence_pass import BYTES_OF_LOGIT, TeacherRows, divergence_pass
 from megatron_mopd.mcore.one_pass import Coefficients, Gradients, one_pass
 from megatron_mopd.mcore.token_chunks import TokenChunks
 from megatron_mopd.mcore.vocab_slice import VocabSlice
@@ -43,8 +43,8 @@ from megatron.core.tensor_parallel import (
 )
 
 SCRATCH_BYTES = 1 << 30 if device.HAS_GPU else 1 << 28
-"""Of a chunk of tokens times this rank's vocabulary, in the model's dtype, in training. Large, because each chunk
-reads and writes the weight's whole gradient."""
+"""Of what a chunk of tokens times this rank's vocabulary takes in training. Large, because each chunk reads and writes
+the weight's whole gradient."""
 
 SCORED_TOKENS = 1 << 13 if device.HAS_GPU else 1 << 10
 """Of a chunk of a scoring pass, which keeps nothing of that size."""
@@ -141,7 +141,7 @@ class LogprobHead(ColumnParallelLinear):
         return torch.cat([columns, hidden_TD.float()], dim=-1) if with_hidden else columns
 
     def _train(self, target_T: Tensor, coefficients: Coefficients, hidden_t1D: Tensor, weight_PD: Tensor) -> Tensor:
-        chunk = self._chunk(weight_PD, len(target_T))
+        chunk = self._chunk(len(target_T), weight_PD.element_size())
         tokens = TokenChunks(hidden_t1D.detach().squeeze(1), chunk, _group_of(self), self.sequence_parallel)
         scored, coefficient_T, gradients = one_pass(self._slice(weight_PD, chunk), tokens, target_T, coefficients)
         loss = (coefficient_T * scored.logprobs_T).sum()
@@ -157,7 +157,7 @@ class LogprobHead(ColumnParallelLinear):
         weight_PD: Tensor,
     ) -> Tensor:
         hidden_TD = self._whole(hidden_t1D)
-        chunk = self._chunk(weight_PD, len(target_T), num_tensors=8)
+        chunk = self._chunk(len(target_T), BYTES_OF_LOGIT)
         layer = self._slice(weight_PD, chunk)
         scored, loss, gradients = divergence_pass(
             layer, hidden_TD.detach(), target_T, coefficients, divergence, teachers, chunk
@@ -172,11 +172,9 @@ class LogprobHead(ColumnParallelLinear):
             return gather_from_sequence_parallel_region(hidden_t1D, True, group=self.tp_group).squeeze(1)
         return copy_to_tensor_model_parallel_region(hidden_t1D, group=self.tp_group).squeeze(1)
 
-    def _chunk(self, weight_PD: Tensor, num_tokens: int, num_tensors: int = 1) -> int:
-        """The tokens of a chunk that fills the scratch memory with so many tensors. Ranks differ in v, but cut
-        alike."""
-        of_token = num_tensors * weight_PD.element_size() * self.output_size_per_partition
-        return max(1, min(num_tokens, SCRATCH_BYTES // of_token))
+    def _chunk(self, num_tokens: int, bytes_of_logit: int) -> int:
+        """The tokens of a chunk that fills the scratch memory. Ranks differ in v, but cut alike."""
+        return max(1, min(num_tokens, SCRATCH_BYTES // (bytes_of_logit * self.output_size_per_partition)))
 
     def _slice(self, weight_PD: Tensor, chunk: int) -> VocabSlice:
         weight_vD = weight_PD.detach()[: len(self.vocabulary)]

@@ -28,7 +28,8 @@ class Chunk(NamedTuple):
 
 
 class TokenChunks:
-    """`size` is the number of tokens of a chunk, at most; the same on all ranks of `group` (None: this one alone)."""
+    """`size` is the number of tokens of a chunk, at most, but one of each rank's slice at least; the same on all ranks
+    of `group` (None: this one alone)."""
 
     def __init__(
         self,
@@ -42,7 +43,8 @@ class TokenChunks:
         self.parts = self.group.size() if self.group is not None and sequence_parallel else 1
         own = len(hidden_tD)
         self.num_tokens = own * self.parts
-        count = max(1, -(-self.num_tokens // max(size, self.parts)))
+        most = max(1, size // self.parts)
+        count = max(1, -(-own // most))
         length = max(1, -(-own // count))
         self.slices = [slice(start, min(start + length, own)) for start in range(0, own, length)]
         self._pending: dist.Work | None = None

@@ -6,6 +6,8 @@ and padded.
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -222,6 +224,21 @@ def test_the_collectives_are_those_that_the_method_needs(ranks: Pools) -> None:
         assert [name for name, _ in calls].count("reduce_scatter_tensor") == 2
 
 
+def sizes_of_chunks(num_own: int, size: int) -> list[int]:
+    import torch.distributed as dist
+
+    from megatron_mopd.mcore.token_chunks import TokenChunks
+
+    tokens = TokenChunks(torch.zeros(num_own, 2), size, dist.group.WORLD, sequence_parallel=True)
+    return [len(part.index_c) for part in tokens]
+
+
+def test_a_chunk_of_all_slices_is_no_larger_than_asked(ranks: Pools) -> None:
+    """Where ranks and slices do not divide evenly either; of one token of each slice at least."""
+    assert ranks(2)(sizes_of_chunks, 9, 5) == [[4, 4, 4, 4, 2]] * 2
+    assert ranks(2)(sizes_of_chunks, 2, 1) == [[2, 2]] * 2
+
+
 class Largest(TorchDispatchMode):
     """The largest tensor that is made within, in bytes."""
 
@@ -243,6 +260,41 @@ def test_nothing_has_the_size_of_all_tokens_times_the_vocabulary(dtype: torch.dt
     with Largest() as seen:
         of_rank(case, chunk, block=125)
     assert seen.nbytes == chunk * case.vocab_size * dtype.itemsize
+
+
+class Peak(TorchDispatchMode):
+    """The bytes of all tensors made within that exist at once, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes, self._live = 0, dict[int, int]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._live:
+                self._live[key] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, key, None)
+                self.nbytes = max(self.nbytes, sum(self._live.values()))
+        return out
+
+
+@pytest.mark.parametrize("top_k", [None, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_of_divergences_takes_the_memory_that_is_planned_for_it(dtype: torch.dtype, top_k: int | None) -> None:
+    from megatron_mopd.mcore.divergence_pass import BYTES_OF_LOGIT, TeacherRows, divergence_pass
+    from megatron_mopd.mcore.vocab_slice import VocabSlice
+    from megatron_mopd.objectives.distribution import vocab_parallel_divergence
+
+    case, chunk = Case(num_tokens=32, vocab_size=10_000, width=2, dtype=dtype), 16
+    hidden_TD, weight_VD, target_T, _ = case.draw()
+    teachers = [TeacherRows(torch.arange(32), hidden_TD, weight_VD)]
+    divergence = partial(vocab_parallel_divergence, top_k)
+    layer = VocabSlice(weight_VD, 0, 1.0, None, block=2500)
+    with Peak() as seen:
+        divergence_pass(layer, hidden_TD, target_T, lambda _, at_c: torch.ones(len(at_c)), divergence, teachers, chunk)
+    planned = BYTES_OF_LOGIT * chunk * case.vocab_size
+    assert 0.8 * planned < seen.nbytes < 1.05 * planned
 
 
 def test_rounding_logits_would_cost_more_than_the_reward() -> None:
