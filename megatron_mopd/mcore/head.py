@@ -2,15 +2,18 @@
 
 `LogprobHead` takes the place of GPTModel.output_layer: a ColumnParallelLinear with the same parameter and the same
 sharded state, so checkpoints, DDP's hooks and tied embeddings see what they know. GPTModel.forward calls it as ever;
-when targets are set it answers [T, 1, 3] (objectives/logprobs.py) or [T, 1, 4] (objectives/distribution.py) where
-logits would be, and never forms logits of the padded vocabulary.
+within one of the three contexts below it answers [1, S, columns] where logits would be.
+
+For training it is told how to get the objective's coefficients, and forms the gradients with the log-probs
+(one_pass.py, divergence_pass.py). The loss is a number then, whose gradient only needs to be scaled in backward. It is
+the sum of the last column: at the first token, with 0 for the others.
 
 Promises (law 12): logits are accumulated in float32 from the model's own dtype, divided by the sampling temperature,
-over exactly the first `vocab_size` tokens; a teacher's from its hidden states likewise. Without gradients no more than
-`LOGITS` of them exist at once; with a divergence, those of one teacher's tokens.
+over exactly the first `vocab_size` tokens; a teacher's from its hidden states likewise. Beyond the gradients, memory is
+about `SCRATCH_BYTES`, and does not grow with the number of tokens (tests/parity/test_logprob_head.py).
 
-Shape suffixes: T packed tokens, t this rank's slice of them under sequence parallelism, S those that are scored, D
-width, v this rank's vocabulary.
+Shape suffixes: T packed tokens, t this rank's slice of them under sequence parallelism, S those that are scored, P this
+rank's vocabulary with padding, v without, D width.
 """
 
 from __future__ import annotations
@@ -18,15 +21,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_mopd.mcore import device
-from megatron_mopd.objectives.distribution import Divergence, TargetDivergence
-from megatron_mopd.objectives.logprobs import TargetLogprobs, vocab_parallel_logprobs
+from megatron_mopd.mcore.divergence_pass import BYTES_OF_LOGIT, TeacherRows, divergence_pass
+from megatron_mopd.mcore.one_pass import Coefficients, Gradients, one_pass
+from megatron_mopd.mcore.token_chunks import TokenChunks
+from megatron_mopd.mcore.vocab_slice import VocabSlice
+from megatron_mopd.objectives.distribution import Divergence
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
@@ -36,26 +42,22 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-LOGITS = 1 << 28 if device.HAS_GPU else 1 << 22
-"""Entries of the largest logits tensor of a scoring pass; on a CPU, what stays in its cache."""
+SCRATCH_BYTES = 1 << 30 if device.HAS_GPU else 1 << 28
+"""Of what a chunk of tokens times this rank's vocabulary takes in training. Large, because each chunk reads and writes
+the weight's whole gradient."""
 
+SCORED_TOKENS = 1 << 13 if device.HAS_GPU else 1 << 10
+"""Of a chunk of a scoring pass, which keeps nothing of that size."""
 
-class TeacherRows(NamedTuple):
-    """The tokens of a micro-batch that one teacher has scored."""
-
-    at_S: Tensor
-    """Among the T."""
-    hidden_SD: Tensor
-    """The teacher's; D is its own width."""
-    weight_vD: Tensor
-    """Its output layer's, of this rank's part of the vocabulary without padding."""
+BLOCK = 1 << 27 if device.HAS_GPU else 1 << 18
+"""Logits of a chunk that exist at once, in float32; never more than a quarter of all."""
 
 
 class LogprobHead(ColumnParallelLinear):
     vocab_size: int
     temperature: float
     _answer: Callable[[Tensor, Tensor], Tensor] | None
-    """From hidden_TD and weight_vD to what is returned in place of logits; None: logits."""
+    """From the hidden states [t, 1, D] and the weight [P, D] to [S, columns] in place of logits; None: logits."""
 
     @classmethod
     def install(cls, model: GPTModel, vocab_size: int, temperature: float) -> LogprobHead:
@@ -89,13 +91,26 @@ class LogprobHead(ColumnParallelLinear):
     @contextmanager
     def scoring(self, target_T: Tensor, at_S: Tensor | None = None, with_hidden: bool = False) -> Iterator[None]:
         """Within, the model's output is float32 [1, S, 3]: the columns of TargetLogprobs, at the given of the T places
-        (None: at all). With the hidden states that the head reads, [1, S, 3 + D]."""
-        yield from self._answering(partial(self._scores, target_T, at_S, with_hidden))
+        (None: at all). With the hidden states that the head reads, [1, S, 3 + D]. It has no gradient."""
+        yield from self._answering(partial(self._score, target_T, at_S, with_hidden))
 
     @contextmanager
-    def comparing(self, target_T: Tensor, divergence: Divergence, teachers: Iterable[TeacherRows]) -> Iterator[None]:
-        """Within, the model's output is float32 [1, T, 4]: the columns of TargetDivergence, 0 where no teacher is."""
-        yield from self._answering(partial(self._divergences, target_T, divergence, teachers))
+    def learning(self, target_T: Tensor, coefficients: Coefficients) -> Iterator[None]:
+        """Within, the model's output is float32 [1, T, 4]: the columns of TargetLogprobs and the loss, the sum of
+        coefficient * log-prob, which has a gradient."""
+        yield from self._answering(partial(self._train, target_T, coefficients))
+
+    @contextmanager
+    def comparing(
+        self,
+        target_T: Tensor,
+        coefficients: Coefficients,
+        divergence: Divergence,
+        teachers: Iterable[TeacherRows],
+    ) -> Iterator[None]:
+        """Within, the model's output is float32 [1, T, 5]: the columns of TargetDivergence, 0 where no teacher is, and
+        the loss, the sum of coefficient * divergence, which has a gradient."""
+        yield from self._answering(partial(self._compare, target_T, coefficients, divergence, teachers))
 
     def _answering(self, answer: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
         self._answer = answer
@@ -111,56 +126,60 @@ class LogprobHead(ColumnParallelLinear):
             return super().forward(input_, weight, runtime_gather_output)
         own_or_tied = self.weight if weight is None else weight
         assert own_or_tied is not None
-        return self._answer(self._whole(input_).squeeze(1), own_or_tied)[:, None], None
+        return self._answer(input_, own_or_tied)[:, None], None
 
-    def _scores(
-        self, target_T: Tensor, at_S: Tensor | None, with_hidden: bool, hidden_TD: Tensor, weight_vD: Tensor
+    @torch.no_grad()
+    def _score(
+        self, target_T: Tensor, at_S: Tensor | None, with_hidden: bool, hidden_t1D: Tensor, weight_PD: Tensor
     ) -> Tensor:
+        hidden_TD = self._whole(hidden_t1D)
         if at_S is not None:
             hidden_TD, target_T = hidden_TD[at_S], target_T[at_S]
-        # With gradients the parts would be kept anyway. Ranks differ in v, but cut alike.
-        num = max(1, len(target_T) if torch.is_grad_enabled() else LOGITS // self.output_size_per_partition)
-        parts = [
-            torch.stack(self._logprobs(hidden, weight_vD, target), dim=-1)
-            for hidden, target in zip(hidden_TD.split(num), target_T.split(num), strict=True)
-        ]
-        return torch.cat([torch.cat(parts), hidden_TD.float()], dim=-1) if with_hidden else torch.cat(parts)
+        layer = self._slice(weight_PD, min(SCORED_TOKENS, len(target_T)))
+        scored = layer.score(hidden_TD, target_T, SCORED_TOKENS)
+        columns = torch.stack(scored, dim=-1)
+        return torch.cat([columns, hidden_TD.float()], dim=-1) if with_hidden else columns
 
-    def _divergences(
+    def _train(self, target_T: Tensor, coefficients: Coefficients, hidden_t1D: Tensor, weight_PD: Tensor) -> Tensor:
+        chunk = self._chunk(len(target_T), weight_PD.element_size())
+        tokens = TokenChunks(hidden_t1D.detach().squeeze(1), chunk, _group_of(self), self.sequence_parallel)
+        scored, coefficient_T, gradients = one_pass(self._slice(weight_PD, chunk), tokens, target_T, coefficients)
+        loss = (coefficient_T * scored.logprobs_T).sum()
+        return _with_loss(scored, _FormedGradients.apply(loss, hidden_t1D, weight_PD, gradients))
+
+    def _compare(
         self,
         target_T: Tensor,
+        coefficients: Coefficients,
         divergence: Divergence,
         teachers: Iterable[TeacherRows],
-        hidden_TD: Tensor,
-        weight_vD: Tensor,
+        hidden_t1D: Tensor,
+        weight_PD: Tensor,
     ) -> Tensor:
-        places, parts = [], []
-        for teacher in teachers:
-            logits_Sv = self._logits(hidden_TD[teacher.at_S], weight_vD[: len(self.vocabulary)])
-            with torch.no_grad():
-                teacher_logits_Sv = self._logits(teacher.hidden_SD, teacher.weight_vD.to(teacher.hidden_SD.dtype))
-            target_S = target_T[teacher.at_S]
-            found = divergence(logits_Sv, teacher_logits_Sv, target_S, self.vocabulary.start, _group_of(self))
-            places.append(teacher.at_S)
-            parts.append(torch.stack(found, dim=-1))
-        out_T4 = torch.zeros(len(target_T), len(TargetDivergence._fields), device=hidden_TD.device)
-        return out_T4.index_put((torch.cat(places),), torch.cat(parts))
+        hidden_TD = self._whole(hidden_t1D)
+        chunk = self._chunk(len(target_T), BYTES_OF_LOGIT)
+        layer = self._slice(weight_PD, chunk)
+        scored, loss, gradients = divergence_pass(
+            layer, hidden_TD.detach(), target_T, coefficients, divergence, teachers, chunk
+        )
+        return _with_loss(scored, _FormedGradients.apply(loss, hidden_TD, weight_PD, gradients))
 
     def _whole(self, hidden_t1D: Tensor) -> Tensor:
         """The hidden states of all T tokens."""
         # Each rank's gradient of the hidden states is of its slice of the vocabulary: both branches sum them in
         # backward.
         if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden_t1D, True, group=self.tp_group)
-        return copy_to_tensor_model_parallel_region(hidden_t1D, group=self.tp_group)
+            return gather_from_sequence_parallel_region(hidden_t1D, True, group=self.tp_group).squeeze(1)
+        return copy_to_tensor_model_parallel_region(hidden_t1D, group=self.tp_group).squeeze(1)
 
-    def _logprobs(self, hidden_TD: Tensor, weight_vD: Tensor, target_T: Tensor) -> TargetLogprobs:
-        logits_Tv = self._logits(hidden_TD, weight_vD[: len(self.vocabulary)])
-        return vocab_parallel_logprobs(logits_Tv, target_T, self.vocabulary.start, _group_of(self))
+    def _chunk(self, num_tokens: int, bytes_of_logit: int) -> int:
+        """The tokens of a chunk that fills the scratch memory. Ranks differ in v, but cut alike."""
+        return max(1, min(num_tokens, SCRATCH_BYTES // (bytes_of_logit * self.output_size_per_partition)))
 
-    def _logits(self, hidden_TD: Tensor, weight_vD: Tensor) -> Tensor:
-        logits_Tv = _Float32Logits.apply(hidden_TD, weight_vD)
-        return logits_Tv if self.temperature == 1.0 else logits_Tv / self.temperature
+    def _slice(self, weight_PD: Tensor, chunk: int) -> VocabSlice:
+        weight_vD = weight_PD.detach()[: len(self.vocabulary)]
+        block = max(64, min(BLOCK // max(1, chunk), -(-self.output_size_per_partition // 4)))
+        return VocabSlice(weight_vD, self.vocabulary.start, self.temperature, _group_of(self), block)
 
 
 def _group_of(layer: ColumnParallelLinear) -> ProcessGroup:
@@ -168,18 +187,46 @@ def _group_of(layer: ColumnParallelLinear) -> ProcessGroup:
     return layer.tp_group
 
 
-class _Float32Logits(torch.autograd.Function):
-    """hidden @ weight.T in float32. Rounding logits to bfloat16 would cost more than the reward is large."""
+def _with_loss(columns: Iterable[Tensor], loss: Tensor) -> Tensor:
+    """[T, columns + 1]"""
+    found = torch.stack([*columns], dim=-1)
+    return torch.cat([found, torch.nn.functional.pad(loss[None], (0, len(found) - 1))[:, None]], dim=-1)
+
+
+class _FormedGradients(torch.autograd.Function):
+    """A loss whose gradients are known: backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_vD: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden_TD, weight_vD)
-        if hidden_TD.is_cuda and hidden_TD.dtype != torch.float32:
-            return torch.mm(hidden_TD, weight_vD.t(), out_dtype=torch.float32)
-        return hidden_TD.float() @ weight_vD.float().t()  # the CPU has no matrix product with another output dtype
+    def forward(ctx: Any, loss: Tensor, hidden: Tensor, weight_PD: Tensor, gradients: Gradients) -> Tensor:
+        ctx.save_for_backward(weight_PD)
+        ctx.gradients, ctx.hidden_shape, ctx.hidden_dtype = gradients, hidden.shape, hidden.dtype
+        return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_Tv: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_TD, weight_vD = ctx.saved_tensors
-        grad_Tv = grad_Tv.to(hidden_TD.dtype)
-        return grad_Tv @ weight_vD, grad_Tv.t() @ hidden_TD
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, Tensor | None, Tensor | None, None]:
+        (weight_PD,) = ctx.saved_tensors
+        gradients: Gradients = ctx.gradients
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_hidden = gradients.hidden_tD.mul_(scale).to(ctx.hidden_dtype).view(ctx.hidden_shape)
+        if ctx.needs_input_grad[2]:
+            grad_weight = _accumulate(weight_PD, gradients.weight_vD, scale)
+        ctx.gradients = None
+        return None, grad_hidden, grad_weight, None
+
+
+def _accumulate(weight_PD: Tensor, grad_vD: Tensor, scale: Tensor) -> Tensor:
+    """Add to the gradient that DDP keeps in `main_grad`, if there is one, and return what autograd shall see.
+
+    As Megatron's own layers that add there themselves (LinearWithGradAccumulationAndAsyncCommunication): DDP's hook
+    waits for a gradient to come and ignores what is in it, unless other gradients of the same weight, an embedding's,
+    come the same way.
+    """
+    main_grad: Tensor | None = getattr(weight_PD, "main_grad", None)
+    if main_grad is None:
+        grad_PD = torch.zeros_like(weight_PD)
+        grad_PD[: len(grad_vD)] = grad_vD.mul_(scale)
+        return grad_PD
+    main_grad[: len(grad_vD)].add_(grad_vD.mul_(scale))
+    weight_PD.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.zeros_like(weight_PD) if getattr(weight_PD, "zero_out_wgrad", False) else torch.empty_like(weight_PD)

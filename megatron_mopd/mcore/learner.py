@@ -43,7 +43,8 @@ from megatron_mopd.mcore.teacher_heads import TeacherHeads
 from megatron_mopd.objectives import build_objective
 from megatron_mopd.objectives.balance import batch_weights
 from megatron_mopd.objectives.distribution import TargetDivergence
-from megatron_mopd.objectives.logprobs import TargetLogprobs
+from megatron_mopd.objectives.logprob_head import TargetLogprobs
+from megatron_mopd.objectives.objective import TokenColumns
 from megatron_mopd.step_metrics import StepMetrics
 from megatron_mopd.types import Cell
 
@@ -195,20 +196,25 @@ class Learner:
 
     def _ask(self, cells: Sequence[Cell], head: LogprobHead, micro: DeviceMicroBatch) -> AbstractContextManager[None]:
         """What the objective needs of the head."""
+        coefficients = partial(self._coefficients, micro.columns)
         if self.objective.divergence is None:
-            return score_all(head, micro)
+            return head.learning(micro.target_T, coefficients)
         assert self.teacher_heads is not None
-        return head.comparing(micro.target_T, self.objective.divergence, self.teacher_heads.rows(cells, micro))
+        teachers = self.teacher_heads.rows(cells, micro)
+        return head.comparing(micro.target_T, coefficients, self.objective.divergence, teachers)
+
+    def _coefficients(self, columns: TokenColumns, logprobs_c: Tensor, index_c: Tensor) -> Tensor:
+        """Of the c tokens at `index_c`."""
+        return self.objective(logprobs_c, TokenColumns(*(column_T[index_c] for column_T in columns))).coefficient_T
 
     def _loss(
         self, num_cells: int, num_packed: int, micro: DeviceMicroBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         columns = TargetLogprobs if self.objective.divergence is None else TargetDivergence
-        scored = columns(*output[0].detach().unbind(-1))
-        value_T = columns(*output[0].unbind(-1)).value_T
+        scored = columns(*output[0, :, :-1].detach().unbind(-1))
         terms = self.objective(scored.logprobs_T, micro.columns)
-        loss = (terms.coefficient_T * value_T).sum() * num_packed
-        num_tokens = torch.tensor(len(value_T), dtype=torch.int, device=device.DEVICE)
+        loss = output[0, :, -1].sum() * num_packed
+        num_tokens = torch.tensor(output.shape[1], dtype=torch.int, device=device.DEVICE)
         return loss, num_tokens, micro_batch_sums(terms, micro, scored, num_cells, weight_version=self.step)
 
     def _refuse_unless_routed(self, mine: Sequence[DeviceMicroBatch]) -> None:

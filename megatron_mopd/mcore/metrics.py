@@ -10,8 +10,8 @@ and the second form (k3 of http://joschu.net/blog/kl-approx.html) is never negat
 float64: e^m - 1 - m is about m^2 / 2, far below the rounding of float32.
 
 The gradient of the loss with respect to the logits of a token is its coefficient times that of its log-prob or
-divergence, whose size the head knows (objectives/logprobs.py, objectives/distribution.py): so the gradient of each cell
-is measured without another backward pass.
+divergence, whose size the head knows (objectives/logprob_head.py, objectives/distribution.py): so the gradient of each
+cell is measured without another backward pass.
 
 Shape suffixes: T packed tokens, C cells, M sums per cell, B position buckets.
 """
@@ -31,7 +31,7 @@ from megatron_mopd.mcore import device
 from megatron_mopd.mcore.collectives import from_last_stage, gather_over_data
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch
 from megatron_mopd.objectives.distribution import TargetDivergence
-from megatron_mopd.objectives.logprobs import TargetLogprobs
+from megatron_mopd.objectives.logprob_head import TargetLogprobs
 from megatron_mopd.objectives.objective import TokenTerms
 from megatron_mopd.step_metrics import NOTHING, NUM_BUCKETS, NUM_DECILES, NUM_QUARTERS, CellMetrics, Mean
 from megatron_mopd.types import Cell

@@ -38,7 +38,6 @@ _NEEDS_GPU = (
     "masked_softmax_fusion",
     "persist_layer_norm",
     "gradient_accumulation_fusion",
-    "cross_entropy_loss_fusion",
     "moe_router_fusion",
     "fp8",
     "fp4",

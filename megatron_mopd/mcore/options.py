@@ -31,6 +31,8 @@ _OURS = {
     "calculate_per_token_loss": "the objective, whose token weights are added",
     "overlap_moe_expert_parallel_comm": "the log-prob head, which it bypasses",
     "defer_embedding_wgrad_compute": "the log-prob head, which it bypasses",
+    "cross_entropy_loss_fusion": "the log-prob head, which it bypasses",
+    "cross_entropy_fusion_impl": "the log-prob head, which it bypasses",
     "num_distributed_optimizer_instances": "data parallelism, which has one",
     "moe_enable_routing_replay": "rollout.router_replay",
     "use_megatron_fsdp": "megatron.use_distributed_optimizer",

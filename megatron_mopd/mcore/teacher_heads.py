@@ -24,8 +24,9 @@ from megatron_mopd.config import Teacher
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config, read_tensors
 from megatron_mopd.mcore import device
+from megatron_mopd.mcore.divergence_pass import TeacherRows
 from megatron_mopd.mcore.families import family_of
-from megatron_mopd.mcore.head import LogprobHead, TeacherRows
+from megatron_mopd.mcore.head import LogprobHead
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch
 from megatron_mopd.types import Cell
 

@@ -22,18 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mopd.objectives.logprobs import all_reduce
+from megatron_mopd.objectives.logprob_head import all_reduce
 from megatron_mopd.objectives.objective import TokenColumns, TokenTerms
 
 
 class TargetDivergence(NamedTuple):
-    """Of each target, float32 and the same on every rank. Gradients flow from the divergence alone."""
+    """Of each target, float32 and the same on every rank."""
 
     logprobs_T: Tensor
     entropy_T: Tensor
@@ -47,8 +47,9 @@ class TargetDivergence(NamedTuple):
         return self.divergence_T
 
 
-# From logits and teacher's logits [T, v], targets, the first column's index in the vocabulary, and the ranks.
-Divergence = Callable[[Tensor, Tensor, Tensor, int, dist.ProcessGroup | None], TargetDivergence]
+# From logits and teacher's logits [T, v], targets, the first column's index in the vocabulary, and the ranks; with the
+# gradient [T, v] of each token's divergence with respect to its logits.
+Divergence = Callable[[Tensor, Tensor, Tensor, int, dist.ProcessGroup | None], tuple[TargetDivergence, Tensor]]
 
 
 class DistributionKL:
@@ -76,52 +77,33 @@ def vocab_parallel_divergence(
     target_T: Tensor,
     vocab_start: int,
     group: dist.ProcessGroup | None,
-) -> TargetDivergence:
-    """The divergence at each target, and what else the ranks of `group` know of it. See vocab_parallel_logprobs."""
-    return TargetDivergence(
-        *_VocabParallelDivergence.apply(logits_Tv, teacher_logits_Tv.detach(), target_T, vocab_start, group, top_k)
+) -> tuple[TargetDivergence, Tensor]:
+    """The divergence at each target, what else the ranks of `group` know of it, and its gradient on these columns.
+
+    `vocab_start` is the vocabulary index of this rank's first column; a slice may be empty. `group` is None where one
+    rank holds the vocabulary.
+    """
+    log_p_Tv, log_q_Tv = _log_softmax([logits_Tv, teacher_logits_Tv], group)
+    p_Tv = log_p_Tv.exp()
+    ratio_Tv = log_p_Tv - log_q_Tv
+    terms_Tv = (p_Tv * ratio_Tv).sub_(p_Tv).add_(log_q_Tv.exp())
+    if top_k is not None:
+        kept_Tv = _teachers_top_k(log_q_Tv, top_k, group)
+        ratio_Tv, terms_Tv = ratio_Tv.where(kept_Tv, 0.0), terms_Tv.where(kept_Tv, 0.0)
+    sums_4T = torch.stack(
+        [
+            terms_Tv.sum(-1),
+            (p_Tv * ratio_Tv).sum(-1),
+            -(p_Tv * log_p_Tv).sum(-1),
+            _pick(log_p_Tv, target_T - vocab_start),
+        ]
     )
-
-
-class _VocabParallelDivergence(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_Tv: Tensor,
-        teacher_logits_Tv: Tensor,
-        target_T: Tensor,
-        vocab_start: int,
-        group: dist.ProcessGroup | None,
-        top_k: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        log_p_Tv, log_q_Tv = _log_softmax([logits_Tv, teacher_logits_Tv], group)
-        p_Tv = log_p_Tv.exp()
-        ratio_Tv = log_p_Tv - log_q_Tv
-        terms_Tv = (p_Tv * ratio_Tv).sub_(p_Tv).add_(log_q_Tv.exp())
-        if top_k is not None:
-            kept_Tv = _teachers_top_k(log_q_Tv, top_k, group)
-            ratio_Tv, terms_Tv = ratio_Tv.where(kept_Tv, 0.0), terms_Tv.where(kept_Tv, 0.0)
-        sums_4T = torch.stack(
-            [
-                terms_Tv.sum(-1),
-                torch.linalg.vecdot(p_Tv, ratio_Tv),
-                -torch.linalg.vecdot(p_Tv, log_p_Tv),
-                _pick(log_p_Tv, target_T - vocab_start),
-            ]
-        )
-        all_reduce(sums_4T, dist.ReduceOp.SUM, group)
-        divergence_T, mean_ratio_T, entropy_T, logprobs_T = sums_4T
-        grad_Tv = ratio_Tv.sub_(mean_ratio_T[:, None]).mul_(p_Tv)
-        grad_square_T = grad_Tv.square().sum(-1)
-        all_reduce(grad_square_T, dist.ReduceOp.SUM, group)
-        ctx.save_for_backward(grad_Tv)
-        ctx.mark_non_differentiable(logprobs_T, entropy_T, grad_square_T)
-        return logprobs_T, entropy_T, grad_square_T, divergence_T
-
-    @staticmethod
-    def backward(ctx: Any, *grads_T: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        (grad_Tv,) = ctx.saved_tensors
-        return grad_Tv * grads_T[-1][:, None], None, None, None, None, None
+    all_reduce(sums_4T, dist.ReduceOp.SUM, group)
+    divergence_T, mean_ratio_T, entropy_T, logprobs_T = sums_4T
+    grad_Tv = ratio_Tv.sub_(mean_ratio_T[:, None]).mul_(p_Tv)
+    grad_square_T = grad_Tv.square().sum(-1)
+    all_reduce(grad_square_T, dist.ReduceOp.SUM, group)
+    return TargetDivergence(logprobs_T, entropy_T, grad_square_T, divergence_T), grad_Tv
 
 
 def _log_softmax(logits: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:

@@ -204,7 +204,7 @@ def logprobs_by_head(
 
     from megatron_mopd.mcore.microbatch import from_bits
     from megatron_mopd.mcore.teacher_heads import TeacherHeads
-    from megatron_mopd.objectives.logprobs import vocab_parallel_logprobs
+    from megatron_mopd.mcore.vocab_slice import VocabSlice
     from megatron_mopd.token_rows import TokenRows
 
     ranks, found = start_ranks(config), []
@@ -219,9 +219,9 @@ def logprobs_by_head(
             continue
         hidden_MD = from_bits(scores[0].hidden)
         weight_vD = heads.weights[teacher.cell].to(hidden_MD.dtype)
-        logits_Mv = hidden_MD.float() @ weight_vD.float().t() / config.rollout.temperature
         target_M = torch.from_numpy(np.concatenate(responses)).long()
-        got = vocab_parallel_logprobs(logits_Mv, target_M, head.vocabulary.start, head.tp_group).logprobs_T.numpy()
+        of_teacher = VocabSlice(weight_vD, head.vocabulary.start, config.rollout.temperature, head.tp_group, block=100)
+        got = of_teacher.score(hidden_MD, target_M, chunk=100).logprobs_T.numpy()
         found.append((scores[0].logprobs, got, hidden_MD.dtype))
     return found
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_mopd import config
 from megatron_mopd.objectives.grpo import Grpo
-from megatron_mopd.objectives.logprobs import vocab_parallel_logprobs
 from megatron_mopd.objectives.mopd import Mopd
 from megatron_mopd.objectives.objective import Objective, TokenColumns
 from megatron_mopd.objectives.ratio import ratio_terms
@@ -44,7 +43,7 @@ def draw(seed: int = 0) -> tuple[Tensor, Tensor, TokenColumns]:
 
 def gradient(objective: Objective, logits_TV: Tensor, target_T: Tensor, columns: TokenColumns) -> tuple[Tensor, Tensor]:
     logits_TV = logits_TV.clone().requires_grad_()
-    logprobs_T = vocab_parallel_logprobs(logits_TV, target_T, 0, None).logprobs_T
+    logprobs_T = logits_TV.log_softmax(-1).gather(1, target_T[:, None])[:, 0]
     terms = objective(logprobs_T.detach(), columns)
     assert not terms.coefficient_T.requires_grad
     (terms.coefficient_T * logprobs_T).sum().backward()

@@ -17,6 +17,8 @@ def _architecture(values: Mapping[str, Any]) -> Architecture:
     hf.refuse_unless("tie_word_embeddings", False)
     hf.refuse_unless("use_sliding_window", False)
     hf.refuse_unless("attention_dropout", 0.0)
+    hf.refuse_unless("final_logit_softcapping", None)  # the log-prob head knows logits as they are
+    hf.refuse_unless("logits_scaling", 1.0)
     heads, layers = hf.get("num_attention_heads"), hf.get("num_hidden_layers")
     return Architecture(
         vocab_size=hf.get("vocab_size"),

@@ -1,0 +1,122 @@
+"""The rows of an output layer that a rank has: what logits say of targets, block by block, and summed over the ranks.
+
+Logits are float32, from factors in the model's dtype (products.py). Those of a block of tokens and columns exist at
+once, never those of all columns. The mathematics is in objectives/logprob_head.py.
+
+Promises (tests/parity/test_logprob_head.py): a scoring pass has two all-reduces; results depend on neither the number
+of ranks nor how many tokens are taken at a time, beyond rounding.
+
+Shape suffixes: T packed tokens, S some of them, c those of a chunk, D width, v this rank's vocabulary without padding,
+b a block of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mopd.mcore.products import factor, product, products_of
+from megatron_mopd.mcore.token_chunks import TokenChunks
+from megatron_mopd.objectives.logprob_head import (
+    TargetLogprobs,
+    Targets,
+    add_exponentials,
+    all_reduce,
+    is_cut,
+    owned,
+    target_logprobs,
+)
+
+
+class VocabSlice:
+    """`weight_vD` are the rows of the tokens from `vocab_start` on; those of other tokens are at other ranks of
+    `group` (None: there are none)."""
+
+    def __init__(
+        self, weight_vD: Tensor, vocab_start: int, temperature: float, group: dist.ProcessGroup | None, block: int
+    ) -> None:
+        """`block` is the number of columns whose logits exist at once."""
+        self.weight_vD, self.vocab_start, self.temperature = weight_vD, vocab_start, temperature
+        self.group = group if group is not None and group.size() > 1 else None
+        self.block, v = block, len(weight_vD)
+        self.blocks = [slice(start, min(start + block, v)) for start in range(0, v, block)]
+
+    def of_teacher(self, weight_vD: Tensor) -> VocabSlice:
+        """The same rows of another layer."""
+        return VocabSlice(weight_vD, self.vocab_start, self.temperature, self.group, self.block)
+
+    @torch.no_grad()
+    def score(self, hidden_TD: Tensor, target_T: Tensor, chunk: int) -> TargetLogprobs:
+        """Log-probs of all targets, `chunk` at a time. Two all-reduces, and two more where some are very small."""
+        with products_of(self.weight_vD.dtype):
+            targets = self.targets(TokenChunks(hidden_TD, chunk), target_T)
+            sums_3T = self._all_sums(hidden_TD, targets, chunk)
+            if (again_T := is_cut(sums_3T)).any():
+                hidden_SD = hidden_TD[again_T]
+                few = targets.at(again_T).referring_to(self.largest(hidden_SD, chunk))
+                sums_3T[:, again_T] = self._all_sums(hidden_SD, few, chunk)
+                targets.offset_T[again_T] = few.offset_T
+        return target_logprobs(sums_3T, targets.offset_T)
+
+    def targets(self, tokens: TokenChunks, target_T: Tensor) -> Targets:
+        """Each compared with itself. One all-reduce."""
+        column_T = target_T - self.vocab_start
+        logit_T = torch.zeros(column_T.shape, dtype=torch.float32, device=column_T.device)
+        for part in tokens:  # also on a rank without rows: a chunk may have to be gathered
+            if self.blocks:
+                is_owned_c, column_c = owned(column_T[part.index_c], len(self.weight_vD))
+                logit_c = (part.hidden_cD.float() * self.weight_vD[column_c].float()).sum(-1)
+                logit_T[part.index_c] = logit_c.where(is_owned_c, 0.0) / self.temperature
+        all_reduce(logit_T, dist.ReduceOp.SUM, self.group)
+        return Targets(column_T, logit_T, torch.zeros_like(logit_T))
+
+    def sums(self, hidden_cD: Tensor, targets: Targets, e_cv: Tensor | None = None) -> Tensor:
+        """S, U, Q [3, c] of this rank's columns, and E itself into `e_cv`."""
+        sums_3c = torch.zeros(3, len(hidden_cD), dtype=torch.float32, device=hidden_cD.device)
+        add = _on_gpu() if hidden_cD.is_cuda else add_exponentials
+        for columns, logits_cb in self._logits(hidden_cD):
+            column_c, e_cb = targets.column_T - columns.start, None if e_cv is None else e_cv[:, columns]
+            add(logits_cb, targets.reference_T, column_c, self.temperature, sums_3c, e_cb)
+        return sums_3c
+
+    def largest(self, hidden_SD: Tensor, chunk: int) -> Tensor:
+        """The largest logit of each row divided by the temperature, [S]. One all-reduce."""
+        largest_S = torch.full(hidden_SD.shape[:1], -torch.inf, dtype=torch.float32, device=hidden_SD.device)
+        for largest_c, hidden_cD in zip(largest_S.split(chunk), hidden_SD.split(chunk), strict=True):
+            for _, logits_cb in self._logits(hidden_cD):
+                torch.maximum(largest_c, logits_cb.amax(-1), out=largest_c)
+        all_reduce(largest_S, dist.ReduceOp.MAX, self.group)
+        return largest_S / self.temperature
+
+    def logits(self, hidden_cD: Tensor) -> Tensor:
+        """All of this rank's [c, v], divided by the temperature."""
+        logits_cv = torch.empty(len(hidden_cD), len(self.weight_vD), dtype=torch.float32, device=hidden_cD.device)
+        for columns, logits_cb in self._logits(hidden_cD):
+            logits_cv[:, columns] = logits_cb
+        return logits_cv if self.temperature == 1.0 else logits_cv.div_(self.temperature)
+
+    def _all_sums(self, hidden_TD: Tensor, targets: Targets, chunk: int) -> Tensor:
+        parts = [self.sums(part.hidden_cD, targets.at(part.index_c)) for part in TokenChunks(hidden_TD, chunk)]
+        sums_3T = torch.cat([hidden_TD.new_zeros(3, 0).float(), *parts], dim=1)
+        all_reduce(sums_3T, dist.ReduceOp.SUM, self.group)
+        return sums_3T
+
+    def _logits(self, hidden_cD: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Block by block, in one buffer."""
+        factor_cD, buffer = factor(hidden_cD), None
+        for columns in self.blocks:
+            shape = len(hidden_cD), columns.stop - columns.start
+            if buffer is None or buffer.shape != shape:
+                buffer = torch.empty(shape, dtype=torch.float32, device=hidden_cD.device)
+            product(factor_cD, self.weight_vD[columns].t(), buffer)
+            yield columns, buffer
+
+
+def _on_gpu() -> Callable[..., None]:
+    """The kernel, whose compiler comes with torch for a GPU only."""
+    from megatron_mopd.mcore import exponentials
+
+    return exponentials.add_exponentials
