@@ -33,7 +33,7 @@ def add_exponentials(
     assert e_cb is None or e_cb.stride(1) == 1
     out = logits_cb if e_cb is None else e_cb
     if c and b:
-        _add_exponentials[(c,)](
+        _add_exponentials[(c,)](  # pyright: ignore[reportIndexIssue]  (jit makes a launcher of it)
             *(logits_cb, reference_c, column_c, sums_3c, out),
             *(b, c, logits_cb.stride(0), out.stride(0), temperature),
             limit=LIMIT,

@@ -67,7 +67,7 @@ def gradients_in_ddp(is_tied: bool, overlap: bool, dtype: torch.dtype) -> tuple[
                 init_method=torch.nn.init.zeros_,
                 bias=False,
                 skip_weight_param_allocation=is_tied,
-                tp_group=parallel_state.get_tensor_model_parallel_group(),
+                tp_group=parallel_state.get_tensor_model_parallel_group(),  # pyright: ignore[reportArgumentType]
             )
             if is_tied:
                 self.word_embeddings.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]  (as GPTModel)

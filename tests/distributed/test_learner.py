@@ -12,6 +12,7 @@ import torch
 from learner_cases import batch_of, config_of, load_folder, loss_and_gradients, start
 from ranks import Pools
 from tiny import VOCAB_SIZE, write_checkpoint
+from torch import Tensor
 
 from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
@@ -168,17 +169,22 @@ def test_non_finite_teacher_logprobs_are_left_out_and_counted(ranks: Pools, mode
 
 
 def logits_in_float32() -> tuple[float, float]:
-    """Worst error of the head's logits, and of bfloat16 ones, on bfloat16 inputs against float64."""
-    from megatron_mopd.mcore.head import _Float32Logits
+    """Worst error of the head's log-probs, and of those of bfloat16 logits, on bfloat16 inputs against float64."""
+    from megatron_mopd.mcore.vocab_slice import VocabSlice
 
     g = torch.Generator().manual_seed(0)
     hidden_TD = torch.randn(64, 128, generator=g).bfloat16()
     weight_VD = torch.randn(100, 128, generator=g).bfloat16()
-    exact = hidden_TD.double() @ weight_VD.double().t()
-    head = _Float32Logits.apply(hidden_TD, weight_VD)
-    assert head.dtype == torch.float32
-    rounded = hidden_TD @ weight_VD.t()
-    return float((head - exact).abs().max()), float((rounded.double() - exact).abs().max())
+    target_T = torch.randint(100, (64,), generator=g)
+
+    def picked(logits_TV: Tensor) -> Tensor:
+        return logits_TV.double().log_softmax(-1).gather(-1, target_T[:, None])[:, 0]
+
+    exact_T = picked(hidden_TD.double() @ weight_VD.double().t())
+    head_T = VocabSlice(weight_VD, 0, 1.0, None, 32).score(hidden_TD, target_T, 16).logprobs_T
+    assert head_T.dtype == torch.float32
+    rounded_T = picked(hidden_TD @ weight_VD.t())
+    return float((head_T - exact_T).abs().max()), float((rounded_T - exact_T).abs().max())
 
 
 def test_logits_are_accumulated_in_float32(ranks: Pools) -> None:
