@@ -507,6 +507,7 @@ class TestDisplay:
         program = (
             "import os, signal, time\n"
             "from megatron_mopd.telemetry.display import Display\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored below a shell's background job
             "with Display('run', 5, []) as display:\n"
             "    display.update(1, {'time/step_s': 1.0, 'train/loss': 0.25})\n"
             "    print('a line of another part')\n"
