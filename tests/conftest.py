@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from ranks import Pools
 from small_run import Mopd, write_overlay, write_worlds
+
+settings.register_profile("shared_cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared_cores")
 
 
 @pytest.fixture(scope="session")

@@ -143,7 +143,7 @@ def test_log_probs_from_0_to_minus_300(dtype: torch.dtype) -> None:
     assert -1e-9 < reference(other).logprobs_T.max() < 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_tokens=st.integers(0, 20),
     vocab_size=st.integers(2, 70),

@@ -216,7 +216,7 @@ TREES = st.dictionaries(
     SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(max_size=4) | st.integers(), SCALARS, max_size=3),
     max_size=4,
 )
-QUICK = settings(max_examples=50, deadline=None)  # the tests share two cores
+QUICK = settings(max_examples=50)
 
 
 @QUICK

@@ -13,7 +13,7 @@ from megatron_mopd.batch import TOKEN_COLUMNS, Batch
 from megatron_mopd.types import Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
 
 CELLS = (Cell("law", "low"), Cell("law", "high"))
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=60)
 
 
 def graded(
