@@ -3,9 +3,10 @@
 Ranges only. The versions that the CPU quickstart and the tests are measured with are pinned in constraints/cpu.txt.
 """
 
+import platform
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 EXTRAS = {
     # Sampling and scoring inside the driver, without a server: transformers' models, not only its tokenizers.
@@ -21,6 +22,15 @@ EXTRAS = {
     "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.14", "pyright[nodejs]", "pre-commit>=4"],
 }
 
+# Loaded with ctypes. Without a C compiler torch's operations do the same (megatron_mopd/mcore/exponentials.py).
+EXPONENTIALS = Extension(
+    "megatron_mopd.mcore._exponentials",
+    sources=["megatron_mopd/mcore/exponentials.c"],
+    extra_compile_args=["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
+    + ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64"),
+    optional=True,
+)
+
 setup(
     name="megatron_mopd",
     version="0.1.0",
@@ -32,6 +42,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "."},  # makes an editable install one line in a .pth file: examples and tools import too
     packages=find_packages(include=["megatron_mopd*", "checkpoints_conversion*"]),
+    ext_modules=[EXPONENTIALS],
     install_requires=[
         "torch>=2.8",
         "megatron-core>=0.16.1,<0.20",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_mopd.mcore.one_pass import Coefficients, Gradients
-from megatron_mopd.mcore.products import add_product, products_of
+from megatron_mopd.mcore.products import add_product, product
 from megatron_mopd.mcore.vocab_slice import VocabSlice
 from megatron_mopd.objectives.distribution import Divergence, TargetDivergence
 
@@ -59,25 +59,22 @@ def divergence_pass(
     loss = found.divergence_T.new_zeros(())
     for teacher in teachers:
         theirs = layer.of_teacher(teacher.weight_vD.to(teacher.hidden_SD.dtype))
-        # A float32 teacher of a bfloat16 student is not rounded.
-        with products_of(torch.promote_types(layer.weight_vD.dtype, theirs.weight_vD.dtype)):
-            for at_c, teacher_cD in teacher.chunks(chunk):
-                hidden_cD = hidden_TD[at_c]
-                logits = layer.logits(hidden_cD), theirs.logits(teacher_cD)
-                scored, grad_cv = divergence(*logits, target_T[at_c], layer.vocab_start, layer.group)
-                del logits
-                coefficient_c = coefficients(scored.logprobs_T, at_c)
-                loss += (coefficient_c * scored.divergence_T).sum()
-                for all_T, part_c in zip(found, scored, strict=True):
-                    all_T[at_c] = part_c
-                _add(grad_cv.mul_(coefficient_c[:, None] / layer.temperature), at_c, hidden_cD, layer, gradients)
+        for at_c, teacher_cD in teacher.chunks(chunk):
+            hidden_cD = hidden_TD[at_c]
+            logits = layer.logits(hidden_cD), theirs.logits(teacher_cD)
+            scored, grad_cv = divergence(*logits, target_T[at_c], layer.vocab_start, layer.group)
+            del logits
+            coefficient_c = coefficients(scored.logprobs_T, at_c)
+            loss += (coefficient_c * scored.divergence_T).sum()
+            for all_T, part_c in zip(found, scored, strict=True):
+                all_T[at_c] = part_c
+            _add(grad_cv.mul_(coefficient_c[:, None] / layer.temperature), at_c, hidden_cD, layer, gradients)
     return found, loss, gradients
 
 
 def _add(grad_cv: Tensor, at_c: Tensor, hidden_cD: Tensor, layer: VocabSlice, gradients: Gradients) -> None:
     grad_cv = grad_cv.to(layer.weight_vD.dtype)
-    grad_cD = gradients.hidden_tD.new_zeros(hidden_cD.shape)
-    for columns in layer.blocks:
-        add_product(grad_cv[:, columns], layer.weight_vD[columns], grad_cD)
-        add_product(grad_cv[:, columns].t(), hidden_cD, gradients.weight_vD[columns])
+    grad_cD = gradients.hidden_tD.new_empty(hidden_cD.shape)
+    product(grad_cv, layer.weight_vD, grad_cD)
+    add_product(grad_cv.t(), hidden_cD, gradients.weight_vD)
     gradients.hidden_tD[at_c] = grad_cD

@@ -1,21 +1,22 @@
-"""The elementwise part of the log-prob head on a GPU: `add_exponentials` of objectives/logprob_head.py in one kernel.
+"""The elementwise part of the log-prob head, `add_exponentials` of objectives/logprob_head.py, in one kernel where one
+is at hand: exponentials_gpu.py on a GPU, exponentials.c on a CPU if there was a C compiler when this package was
+installed.
 
-As separate operations it reads and writes the logits about ten times, which takes a third of the time of the products.
-The kernel reads them once and writes E.
-
-Promises (tests/gpu/test_exponentials.py, which needs a GPU): the same sums and the same E as `add_exponentials`.
+Promises (tests/parity/test_exponentials.py, tests/gpu/test_exponentials.py): the same sums and the same E, but for
+rounding, whichever it is.
 """
 
 from __future__ import annotations
 
-import triton  # pyright: ignore[reportMissingImports]  (comes with torch for a GPU)
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import ctypes
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from megatron_mopd.objectives.logprob_head import LIMIT
-
-_WIDTH = 2048
-"""Columns that a program has in registers."""
+from megatron_mopd.objectives import logprob_head
 
 
 def add_exponentials(
@@ -26,56 +27,54 @@ def add_exponentials(
     sums_3c: Tensor,
     e_cb: Tensor | None = None,
 ) -> None:
-    """See objectives/logprob_head.py. The logits are left as they are."""
-    c, b = logits_cb.shape
-    assert logits_cb.stride(1) == 1
-    assert sums_3c.stride() == (c, 1)
-    assert e_cb is None or e_cb.stride(1) == 1
-    out = logits_cb if e_cb is None else e_cb
-    if c and b:
-        _add_exponentials[(c,)](  # pyright: ignore[reportIndexIssue]  (jit makes a launcher of it)
-            *(logits_cb, reference_c, column_c, sums_3c, out),
-            *(b, c, logits_cb.stride(0), out.stride(0), temperature),
-            limit=LIMIT,
-            stores=e_cb is not None,
-            width=_WIDTH,
-            num_warps=8,
-        )
+    """See objectives/logprob_head.py."""
+    arguments = logits_cb, reference_c, column_c, temperature, sums_3c, e_cb
+    if logits_cb.is_cuda:
+        from megatron_mopd.mcore import exponentials_gpu  # its compiler comes with torch for a GPU only
+
+        exponentials_gpu.add_exponentials(*arguments)
+    elif (kernel := compiled()) is not None and (e_cb is None or e_cb.dtype in _BYTES):
+        _call(kernel, *arguments)
+    else:
+        logprob_head.add_exponentials(*arguments)
 
 
-@triton.jit
-def _add_exponentials(
-    logits,
-    reference,
-    column,
-    sums,
-    e,
-    b,
-    c,
-    logits_stride,
-    e_stride,
-    temperature,
-    limit: tl.constexpr,
-    stores: tl.constexpr,
-    width: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)  # rows times columns may not fit 32 bits
-    of_row, of_target = tl.load(reference + row), tl.load(column + row)
-    s = tl.zeros([width], tl.float32)
-    u = tl.zeros([width], tl.float32)
-    q = tl.zeros([width], tl.float32)
-    for start in range(0, b, width):
-        at = start + tl.arange(0, width)
-        exists = at < b
-        z = tl.load(logits + row * logits_stride + at, mask=exists, other=0.0)
-        # A logit that is not a number must not become one.
-        difference = tl.minimum(z / temperature - of_row, limit, propagate_nan=tl.PropagateNan.ALL)
-        x = tl.where(exists & (at != of_target), tl.exp(difference), 0.0)
-        s += x
-        u += x * difference
-        q += x * x
-        if stores:
-            tl.store(e + row * e_stride + at, x.to(e.dtype.element_ty), mask=exists)
-    tl.store(sums + row, tl.load(sums + row) + tl.sum(s))
-    tl.store(sums + c + row, tl.load(sums + c + row) + tl.sum(u))
-    tl.store(sums + 2 * c + row, tl.load(sums + 2 * c + row) + tl.sum(q))
+_BYTES = {torch.bfloat16: 2, torch.float32: 4}
+
+
+@cache
+def compiled() -> Any | None:
+    """exponentials.c; None where it was not compiled."""
+    spec = find_spec("megatron_mopd.mcore._exponentials")
+    if spec is None or spec.origin is None:
+        return None
+    kernel = ctypes.CDLL(spec.origin).add_exponentials
+    i, f, p = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+    kernel.argtypes, kernel.restype = (p, i, i, i, p, p, f, f, p, p, i, ctypes.c_int), None
+    return kernel
+
+
+def _call(
+    kernel: Any,
+    logits_cb: Tensor,
+    reference_c: Tensor,
+    column_c: Tensor,
+    temperature: float,
+    sums_3c: Tensor,
+    e_cb: Tensor | None,
+) -> None:
+    (c, b), bytes_of_e = logits_cb.shape, 0 if e_cb is None else _BYTES[e_cb.dtype]
+    reference_c, column_c = reference_c.contiguous(), column_c.contiguous()
+    assert logits_cb.dtype == reference_c.dtype == sums_3c.dtype == torch.float32
+    assert column_c.dtype == torch.int64
+    assert len(reference_c) == len(column_c) == c
+    assert b <= 1 or logits_cb.stride(1) == 1
+    assert e_cb is None or (e_cb.shape == (c, b) and (b <= 1 or e_cb.stride(1) == 1))
+    assert sums_3c.shape == (3, c)
+    assert sums_3c.is_contiguous()
+    kernel(
+        *(logits_cb.data_ptr(), logits_cb.stride(0), c, b),
+        *(reference_c.data_ptr(), column_c.data_ptr(), temperature, logprob_head.LIMIT, sums_3c.data_ptr()),
+        *((None, 0) if e_cb is None else (e_cb.data_ptr(), e_cb.stride(0))),
+        bytes_of_e,
+    )

@@ -49,7 +49,7 @@ the weight's whole gradient."""
 SCORED_TOKENS = 1 << 13 if device.HAS_GPU else 1 << 10
 """Of a chunk of a scoring pass, which keeps nothing of that size."""
 
-BLOCK = 1 << 27 if device.HAS_GPU else 1 << 18
+BLOCK = 1 << 27 if device.HAS_GPU else 1 << 19
 """Logits of a chunk that exist at once, in float32; never more than a quarter of all."""
 
 

@@ -30,13 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mopd.mcore.products import add_product, factor, products_of
+from megatron_mopd.mcore.products import add_product, product
 from megatron_mopd.mcore.token_chunks import Chunk, TokenChunks
 from megatron_mopd.mcore.vocab_slice import VocabSlice
 from megatron_mopd.objectives.logprob_head import (
     TargetLogprobs,
     Targets,
     gradient_factors,
+    in_cache,
     is_cut,
     owned,
     target_logprobs,
@@ -63,11 +64,10 @@ def one_pass(
 
     `coefficients` is asked chunk by chunk, and again where rows are done again.
     """
-    with products_of(layer.weight_vD.dtype):
-        work = _Pass(layer, tokens, layer.targets(tokens, target_T), coefficients)
-        work.form(tokens.slices, torch.ones_like(target_T, dtype=torch.bool))
-        if (again_T := is_cut(work.sums_3T)).any():
-            work.form_again(again_T)
+    work = _Pass(layer, tokens, layer.targets(tokens, target_T), coefficients)
+    work.form(tokens.slices, torch.ones_like(target_T, dtype=torch.bool))
+    if (again_T := is_cut(work.sums_3T)).any():
+        work.form_again(again_T)
     scored = target_logprobs(work.sums_3T, work.targets.offset_T)
     return scored, work.coefficient_T, work.gradients
 
@@ -80,9 +80,6 @@ class _Pass:
         self.gradients = Gradients(
             self.coefficient_T.new_zeros(tokens.hidden_tD.shape), self.coefficient_T.new_zeros(layer.weight_vD.shape)
         )
-        # Where factors are widened (products.py), a block at a time.
-        widens = factor(layer.weight_vD[:1]).dtype != layer.weight_vD.dtype
-        self.blocks = layer.blocks if widens else [slice(0, len(layer.weight_vD))]
 
     def form(self, slices: list[slice], only_T: Tensor) -> None:
         """Of the chunks at `slices`, what comes from the tokens `only_T`."""
@@ -110,17 +107,15 @@ class _Pass:
         sums_3c = self.layer.sums(part.hidden_cD, targets, e_cv)
         group = self.layer.group
         summing = None if group is None else dist.all_reduce(sums_3c, group=group, async_op=True)
-        grad_cD.zero_()
-        for columns in self.blocks:
-            add_product(e_cv[:, columns], self.layer.weight_vD[columns], grad_cD)
+        product(e_cv, self.layer.weight_vD, grad_cD)
         if summing is not None:
             summing.wait()
         coefficient_c = self._coefficients(part, targets, only_c, sums_3c)
         a_c, of_target_c = gradient_factors(sums_3c, targets.offset_T, coefficient_c / self.layer.temperature)
         is_owned_c, column_c = owned(targets.column_T, len(self.layer.weight_vD))
-        of_target_c1 = of_target_c.where(is_owned_c, 0.0)[:, None]
-        self._finish_hidden(part, grad_cD.mul_(a_c[:, None]), of_target_c1, column_c)
-        self._add_to_weight(part.hidden_cD, e_cv, a_c, of_target_c1, column_c)
+        of_target_c = of_target_c.where(is_owned_c, 0.0)
+        self._finish_hidden(part, grad_cD, a_c, of_target_c, column_c)
+        self._add_to_weight(part.hidden_cD, e_cv, a_c, of_target_c, column_c)
 
     def _coefficients(self, part: Chunk, targets: Targets, only_c: Tensor, sums_3c: Tensor) -> Tensor:
         """Those of the tokens that count, 0 for others. The sums and what is asked for them are kept."""
@@ -131,17 +126,20 @@ class _Pass:
         self.coefficient_T[index_c] = coefficient_c.where(only_c, self.coefficient_T[index_c])
         return coefficient_c
 
-    def _finish_hidden(self, part: Chunk, grad_cD: Tensor, of_target_c1: Tensor, column_c: Tensor) -> None:
-        if self.layer.blocks:
-            grad_cD.addcmul_(of_target_c1, self.layer.weight_vD[column_c].float())
+    def _finish_hidden(self, part: Chunk, grad_cD: Tensor, a_c: Tensor, of_target_c: Tensor, column_c: Tensor) -> None:
+        for rows in in_cache(grad_cD):
+            grad_cD[rows] *= a_c[rows, None]
+            if self.layer.blocks:
+                grad_cD[rows].addcmul_(of_target_c[rows, None], self.layer.weight_vD[column_c[rows]])
         self.tokens.reduce(grad_cD, self.gradients.hidden_tD, part.own)
 
     def _add_to_weight(
-        self, hidden_cD: Tensor, e_cv: Tensor, a_c: Tensor, of_target_c1: Tensor, column_c: Tensor
+        self, hidden_cD: Tensor, e_cv: Tensor, a_c: Tensor, of_target_c: Tensor, column_c: Tensor
     ) -> None:
-        scaled_cD = torch.mul(hidden_cD, a_c[:, None], out=torch.empty_like(hidden_cD))
-        factor_cD = factor(scaled_cD)
-        for columns in self.blocks:
-            add_product(e_cv[:, columns].t(), factor_cD, self.gradients.weight_vD[columns])
+        scaled_cD = torch.empty_like(hidden_cD)
+        for rows in in_cache(hidden_cD):
+            torch.mul(hidden_cD[rows], a_c[rows, None], out=scaled_cD[rows])
+        add_product(e_cv.t(), scaled_cD, self.gradients.weight_vD)
         if self.layer.blocks:
-            self.gradients.weight_vD.index_add_(0, column_c, of_target_c1 * hidden_cD)
+            for rows in in_cache(hidden_cD):
+                self.gradients.weight_vD.index_add_(0, column_c[rows], of_target_c[rows, None] * hidden_cD[rows])

@@ -12,19 +12,20 @@ b a block of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mopd.mcore.products import factor, product, products_of
+from megatron_mopd.mcore.exponentials import add_exponentials
+from megatron_mopd.mcore.products import product
 from megatron_mopd.mcore.token_chunks import TokenChunks
 from megatron_mopd.objectives.logprob_head import (
     TargetLogprobs,
     Targets,
-    add_exponentials,
     all_reduce,
+    in_cache,
     is_cut,
     owned,
     target_logprobs,
@@ -51,14 +52,13 @@ class VocabSlice:
     @torch.no_grad()
     def score(self, hidden_TD: Tensor, target_T: Tensor, chunk: int) -> TargetLogprobs:
         """Log-probs of all targets, `chunk` at a time. Two all-reduces, and two more where some are very small."""
-        with products_of(self.weight_vD.dtype):
-            targets = self.targets(TokenChunks(hidden_TD, chunk), target_T)
-            sums_3T = self._all_sums(hidden_TD, targets, chunk)
-            if (again_T := is_cut(sums_3T)).any():
-                hidden_SD = hidden_TD[again_T]
-                few = targets.at(again_T).referring_to(self.largest(hidden_SD, chunk))
-                sums_3T[:, again_T] = self._all_sums(hidden_SD, few, chunk)
-                targets.offset_T[again_T] = few.offset_T
+        targets = self.targets(TokenChunks(hidden_TD, chunk), target_T)
+        sums_3T = self._all_sums(hidden_TD, targets, chunk)
+        if (again_T := is_cut(sums_3T)).any():
+            hidden_SD = hidden_TD[again_T]
+            few = targets.at(again_T).referring_to(self.largest(hidden_SD, chunk))
+            sums_3T[:, again_T] = self._all_sums(hidden_SD, few, chunk)
+            targets.offset_T[again_T] = few.offset_T
         return target_logprobs(sums_3T, targets.offset_T)
 
     def targets(self, tokens: TokenChunks, target_T: Tensor) -> Targets:
@@ -68,7 +68,12 @@ class VocabSlice:
         for part in tokens:  # also on a rank without rows: a chunk may have to be gathered
             if self.blocks:
                 is_owned_c, column_c = owned(column_T[part.index_c], len(self.weight_vD))
-                logit_c = (part.hidden_cD.float() * self.weight_vD[column_c].float()).sum(-1)
+                logit_c = torch.cat(
+                    [
+                        (part.hidden_cD[rows].float() * self.weight_vD[column_c[rows]]).sum(-1)
+                        for rows in in_cache(part.hidden_cD)
+                    ]
+                )
                 logit_T[part.index_c] = logit_c.where(is_owned_c, 0.0) / self.temperature
         all_reduce(logit_T, dist.ReduceOp.SUM, self.group)
         return Targets(column_T, logit_T, torch.zeros_like(logit_T))
@@ -76,10 +81,9 @@ class VocabSlice:
     def sums(self, hidden_cD: Tensor, targets: Targets, e_cv: Tensor | None = None) -> Tensor:
         """S, U, Q [3, c] of this rank's columns, and E itself into `e_cv`."""
         sums_3c = torch.zeros(3, len(hidden_cD), dtype=torch.float32, device=hidden_cD.device)
-        add = _on_gpu() if hidden_cD.is_cuda else add_exponentials
         for columns, logits_cb in self._logits(hidden_cD):
             column_c, e_cb = targets.column_T - columns.start, None if e_cv is None else e_cv[:, columns]
-            add(logits_cb, targets.reference_T, column_c, self.temperature, sums_3c, e_cb)
+            add_exponentials(logits_cb, targets.reference_T, column_c, self.temperature, sums_3c, e_cb)
         return sums_3c
 
     def largest(self, hidden_SD: Tensor, chunk: int) -> Tensor:
@@ -106,17 +110,10 @@ class VocabSlice:
 
     def _logits(self, hidden_cD: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Block by block, in one buffer."""
-        factor_cD, buffer = factor(hidden_cD), None
+        buffer = None
         for columns in self.blocks:
             shape = len(hidden_cD), columns.stop - columns.start
             if buffer is None or buffer.shape != shape:
                 buffer = torch.empty(shape, dtype=torch.float32, device=hidden_cD.device)
-            product(factor_cD, self.weight_vD[columns].t(), buffer)
+            product(hidden_cD, self.weight_vD[columns].t(), buffer)
             yield columns, buffer
-
-
-def _on_gpu() -> Callable[..., None]:
-    """The kernel, whose compiler comes with torch for a GPU only."""
-    from megatron_mopd.mcore import exponentials
-
-    return exponentials.add_exponentials

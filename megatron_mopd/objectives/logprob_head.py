@@ -28,6 +28,7 @@ ranks and chunks and for log-probs from -0 to -300.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,10 @@ LIMIT = 32.0
 
 _CUT = math.exp(LIMIT) * (1 - 1e-5)
 """S is no less where anything was cut off."""
+
+
+_NEVER = -1e30
+"""A logit whose exponential is 0, and times its exponential as well."""
 
 
 class TargetLogprobs(NamedTuple):
@@ -88,17 +93,30 @@ def add_exponentials(
     out_cb: Tensor | None = None,
 ) -> None:
     """Add S, U, Q of a block to `sums_3c`, and write E, 0 for targets, into `out_cb`. Overwrites the logits."""
-    if temperature != 1.0:
-        logits_cb.div_(temperature)
-    difference_cb = logits_cb.sub_(reference_c[:, None]).clamp_(max=LIMIT)
-    e_cb = difference_cb.exp()
-    is_owned_c1, column_c1 = (x_c[:, None] for x_c in owned(column_c, e_cb.shape[1]))
-    e_cb.scatter_(1, column_c1, e_cb.gather(1, column_c1).masked_fill_(is_owned_c1, 0.0))
-    sums_3c[0] += e_cb.sum(-1)
-    sums_3c[1] += difference_cb.mul_(e_cb).sum(-1)
-    sums_3c[2] += torch.linalg.vector_norm(e_cb, dim=-1).square()
-    if out_cb is not None:
-        out_cb.copy_(e_cb)
+    is_owned_c1, column_c1 = (x_c[:, None] for x_c in owned(column_c, logits_cb.shape[1]))
+    logits_cb.scatter_(1, column_c1, logits_cb.gather(1, column_c1).masked_fill_(is_owned_c1, _NEVER))
+    buffer = torch.empty_like(logits_cb[: _rows_at_once(logits_cb)])
+    for rows in in_cache(logits_cb):
+        difference_cb = logits_cb[rows]
+        if temperature != 1.0:
+            difference_cb.div_(temperature)
+        difference_cb.sub_(reference_c[rows, None]).clamp_(max=LIMIT)
+        e_cb = torch.exp(difference_cb, out=buffer[: len(difference_cb)])
+        if out_cb is not None:
+            out_cb[rows] = e_cb
+        q_c = torch.linalg.vector_norm(e_cb, dim=-1).square_()
+        sums_3c[:, rows] += torch.stack([e_cb.sum(-1), difference_cb.mul_(e_cb).sum(-1), q_c])
+
+
+def in_cache(x: Tensor) -> Iterator[slice]:
+    """The rows of a matrix that are worked on at a time, so that operations one after the other find them in the cache
+    of a CPU, and what they make does not have the size of all."""
+    num_rows, size = len(x), _rows_at_once(x)
+    return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
+
+
+def _rows_at_once(x: Tensor) -> int:
+    return max(1, (1 << 24 if x.is_cuda else 1 << 17) // max(1, x.shape[1]))
 
 
 def is_cut(sums_3T: Tensor) -> Tensor:
