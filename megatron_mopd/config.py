@@ -358,6 +358,17 @@ class Learner(Table):
     """Most tokens of a packed micro-batch on one rank; a longer trajectory is a micro-batch of its own."""
 
 
+class Quantization(Table):
+    """Of the student's routed experts, and of nothing else: the same values in training, rollout and export."""
+
+    experts: Literal["none", "mxfp4"] = "none"
+    rule: Literal["floor", "even", "rceil"] = "even"
+    """How the scale of a block is chosen; see quantization/formats.py."""
+    report_every_steps: Count = 10
+    audit: bool = False
+    """Compare what was exported with what is trained, tensor by tensor, after each export (slow; for debugging)."""
+
+
 class Telemetry(Table):
     display: bool = True
     tensorboard: bool = False
@@ -388,6 +399,7 @@ class Config(Table):
     rollout: Rollout
     objective: Objective = Objective()
     learner: Learner = Learner()
+    quantization: Quantization = Quantization()
     telemetry: Telemetry = Telemetry()
     evaluation: Evaluation = Evaluation()
     launch: Launch = Launch()

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_mopd.config import Config, check_domains
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import check_weight_files, read_hf_config, read_token_map
+from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.options import (
     MegatronTable,
@@ -27,6 +28,7 @@ from megatron_mopd.prompts.demonstrations import read_demonstrations
 from megatron_mopd.prompts.files import read_prompts, task_of
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.protocols import PromptChecker
+from megatron_mopd.quantization.policy import check_quantization
 from megatron_mopd.resume import check_resume, read_facts
 from megatron_mopd.rollout.environments import check_options, load_factory
 from megatron_mopd.servers.wanted import check_servers, server_lines
@@ -46,7 +48,9 @@ def preflight(config: Config, world_size: int) -> str:
     table = split_megatron_table(config.megatron)
     check_optimizer_options(table)
     check_schedule(table, config.run.num_steps)
-    Layout.from_table(config.megatron).check(hf_config, world_size)
+    layout = Layout.from_table(config.megatron)
+    layout.check(hf_config, world_size)
+    check_quantization(config.quantization, family_of(hf_config).architecture(hf_config).transformer, layout.etp)
     coverage = f"cells: {', '.join(map(str, config.prompts.cells))}"
     if config.objective.needs_teachers:
         coverage = Router(config.teachers.models, config.prompts.cells).coverage()

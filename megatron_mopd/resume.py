@@ -25,6 +25,9 @@ PLACE = ("layout", "processes", "optimizer")
 TEACHERS = "teachers"
 """The fact that says who they were: name to fingerprint."""
 
+QUANTIZATION = "quantization"
+"""The fact that says what is served of the weights: the format of routed experts and its rule."""
+
 
 def latest(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, or None where nothing was saved. Raises UserError where it is gone."""

@@ -73,6 +73,21 @@ class CellMetrics:
 
 
 @dataclass(frozen=True)
+class QuantizationMetrics:
+    """Of the weights that are quantized."""
+
+    error: float
+    """Norm of quantized - weight, relative to the norm of the weight."""
+    error_of_layer: Mapping[int, float]
+    changed: float
+    """Share of quantized weights that the update has changed."""
+    clipped_blocks: float
+    """Share of blocks that hold a weight beyond the largest number at their scale."""
+    saturated: float
+    """Share of weights at the largest number."""
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """The outcome of one `Learner.update`, the same on every rank. `step` counts from 1."""
 
@@ -89,6 +104,8 @@ class StepMetrics:
     """Cells with a trajectory in the batch, in the batch's order."""
     has_teacher: bool = True
     """Log-probs of someone else were in the batch."""
+    quantization: QuantizationMetrics | None = None
+    """None where nothing is quantized, and where it was not measured at this step."""
 
     @property
     def loss_tokens(self) -> int:

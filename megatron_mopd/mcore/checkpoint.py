@@ -25,6 +25,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.learner import Learner
 from megatron_mopd.resume import (
+    QUANTIZATION,
     TEACHERS,
     TRACKER_FILE,
     check_place,
@@ -66,7 +67,9 @@ def save(learner: Learner, folder: Path, keep: int) -> Path:
     learner.sync_params()
     dist_checkpointing.save(_state(learner, is_loading=False), str(partial), content_metadata=_METADATA)
     if is_first:
-        write_facts(partial, {**_facts(learner), TEACHERS: teacher_facts(learner.config.teachers.models)})
+        quantization = learner.config.quantization.model_dump(include={"experts", "rule"})
+        of_teachers = teacher_facts(learner.config.teachers.models)
+        write_facts(partial, {**_facts(learner), TEACHERS: of_teachers, QUANTIZATION: quantization})
         _sync_files(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)

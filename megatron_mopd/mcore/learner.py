@@ -28,6 +28,7 @@ from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore import device, weights
+from megatron_mopd.mcore.audit import audit_export
 from megatron_mopd.mcore.balancing import BalancedRouter
 from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.forward import Ask, LossFunction, collect_logprobs, keep_logprobs, run_schedule, score_all
@@ -38,6 +39,7 @@ from megatron_mopd.mcore.microbatch import DeviceMicroBatch, Rows, micro_batches
 from megatron_mopd.mcore.model import build_model
 from megatron_mopd.mcore.optimizer import build_optimizer, wrap
 from megatron_mopd.mcore.options import check_optimizer_options, check_router_replay, split_megatron_table
+from megatron_mopd.mcore.quantized_experts import QuantizedExperts
 from megatron_mopd.mcore.router_replay import Agreement, Observer, RouterReplay
 from megatron_mopd.mcore.teacher_heads import TeacherHeads
 from megatron_mopd.objectives import build_objective
@@ -45,6 +47,7 @@ from megatron_mopd.objectives.balance import batch_weights
 from megatron_mopd.objectives.distribution import TargetDivergence
 from megatron_mopd.objectives.logprob_head import TargetLogprobs
 from megatron_mopd.objectives.objective import TokenColumns
+from megatron_mopd.quantization.policy import check_quantization
 from megatron_mopd.step_metrics import StepMetrics
 from megatron_mopd.types import Cell
 
@@ -66,6 +69,9 @@ class Learner:
         self.vocab_size = family_of(hf_config).architecture(hf_config).vocab_size
         self._table = split_megatron_table(config.megatron)
         check_optimizer_options(self._table)
+        check_quantization(
+            config.quantization, family_of(hf_config).architecture(hf_config).transformer, self.layout.etp
+        )
         if config.rollout.router_replay:
             check_router_replay(self._table, hf_config)
         self.models = build_model(config.megatron, hf_config)
@@ -76,6 +82,7 @@ class Learner:
             head = LogprobHead.install(self.models[-1], self.vocab_size, config.rollout.temperature)
             if self.objective.divergence is not None:
                 self.teacher_heads = TeacherHeads(config.teachers.models, head)
+        self.experts = QuantizedExperts(self.models, config.quantization)
         self.chunks = wrap(self.models, self._table)
         self.load_hf(config.student.checkpoint)
 
@@ -118,6 +125,7 @@ class Learner:
         _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  (annotated as returning None)
         self._refuse_unless_finite("gradient norm", grad_norm)
         self.step += 1
+        is_due = self.step % self.config.quantization.report_every_steps == 0
         return StepMetrics(
             step=self.step,
             loss=loss,
@@ -134,6 +142,7 @@ class Learner:
                 self.config.objective,
             ),
             has_teacher=self.config.objective.needs_teachers,
+            quantization=self.experts.measure() if is_due else None,
         )
 
     @torch.no_grad()
@@ -155,7 +164,9 @@ class Learner:
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, with the tokenizer and config of the folder they came from."""
         self.sync_params()
-        weights.export_hf(self.models, self._source, folder)
+        weights.export_hf(self.models, self._source, folder, self.experts.value_of)
+        if self.config.quantization.audit:
+            audit_export(self.models, folder, self.config.quantization)
 
     def sync_params(self) -> None:
         """Wait for weights that are still on their way from the last step (overlap_param_gather)."""
@@ -189,6 +200,7 @@ class Learner:
         forward_only: bool = False,
     ) -> list[Tensor]:
         """Megatron's schedule over the micro-batches; what `loss` keeps of each, on ranks of the last stage."""
+        self.experts.forget()
         prepare = partial(self.replay.aim, observer=observer)
         kept = run_schedule(self.chunks, mine, loss, forward_only=forward_only, ask=ask, prepare=prepare)
         self.replay.check_idle()

@@ -67,7 +67,7 @@ def parameters_of(models: Sequence[GPTModel], hf_config: Mapping[str, Any]) -> l
     found = []
     for model in models:
         for local_name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
-            name = _global_name(model, local_name)
+            name = global_name(model, local_name)
             rule, hf_names = family.find(name)
             group, owned = expert if _EXPERT.search(name) else dense
             assert isinstance(group, ProcessGroup)
@@ -94,7 +94,8 @@ def persistent_buffers(model: GPTModel) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
 
 
-def _global_name(model: GPTModel, name: str) -> str:
+def global_name(model: GPTModel, name: str) -> str:
+    """In the names of the local spec, layers and experts counted over the whole model."""
     for pattern, local in _TRANSFORMER_ENGINE_NAMES:
         name = re.sub(pattern, local, name)
     if match := _LAYER.match(name):

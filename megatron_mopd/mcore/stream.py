@@ -10,8 +10,9 @@ of the group, and the tensors made of one parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -31,9 +32,17 @@ BUCKET_BYTES = 256 << 20
 class HfStream:
     """`owners` is the same on every rank. Making one is collective."""
 
-    def __init__(self, models: Sequence[GPTModel], folder: Path, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """`folder` is the Hugging Face checkpoint that the models are of; only its config.json is read."""
+    def __init__(
+        self,
+        models: Sequence[GPTModel],
+        folder: Path,
+        value_of: Callable[[Parameter], Tensor] = attrgetter("tensor"),
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`folder` is the Hugging Face checkpoint that the models are of; only its config.json is read. `value_of` a
+        parameter is what is sent of it, of the same shape and dtype."""
         hf_config = read_hf_config(folder)
+        self._value_of = value_of
         self._bucket_bytes = bucket_bytes
         self._geometry = geometry_of(models, hf_config)
         self._parameters = [p for p in parameters_of(models, hf_config) if p.owned]
@@ -54,7 +63,7 @@ class HfStream:
 
     def _full(self, parameters: Sequence[Parameter]) -> Iterator[tuple[str, Tensor]]:
         for bucket in _buckets(parameters, self._bucket_bytes):
-            shards = _gather(bucket)
+            shards = _gather([self._value_of(p) for p in bucket], bucket[0].group)
             if shards is None:
                 continue
             for i, parameter in enumerate(bucket):
@@ -91,15 +100,14 @@ def _buckets(parameters: Sequence[Parameter], bucket_bytes: int) -> Iterator[lis
             yield bucket
 
 
-def _gather(bucket: Sequence[Parameter]) -> list[list[Tensor]] | None:
-    """[rank of the group][parameter] on the first rank of the group, None on the others; one message."""
-    group = bucket[0].group
+def _gather(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]] | None:
+    """[rank of the group][tensor] on the first rank of the group, None on the others; one message."""
     if group.size() == 1:
-        return [[p.tensor for p in bucket]]
-    flat = torch.cat([p.tensor.flatten() for p in bucket])
+        return [list(tensors)]
+    flat = torch.cat([x.flatten() for x in tensors])
     received = [torch.empty_like(flat) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(flat, received, group=group, group_dst=0)
     if received is None:
         return None
-    sizes = [p.tensor.numel() for p in bucket]
-    return [[x.view(p.tensor.shape) for x, p in zip(rank.split(sizes), bucket, strict=True)] for rank in received]
+    sizes = [x.numel() for x in tensors]
+    return [[x.view(y.shape) for x, y in zip(rank.split(sizes), tensors, strict=True)] for rank in received]

@@ -23,6 +23,8 @@ from megatron_mopd.config import Teacher
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import checkpoint, device, weights
 from megatron_mopd.mcore.parameters import persistent_buffers
+from megatron_mopd.mcore.quantized_experts import put_on_grid
+from megatron_mopd.resume import QUANTIZATION, read_facts
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
@@ -115,6 +117,9 @@ class TeacherWeights:
                 weights.load_hf(self._models, teacher.checkpoint)
             else:
                 checkpoint.load_into(self._models, teacher.megatron_checkpoint)
+                served = read_facts(teacher.megatron_checkpoint).get(QUANTIZATION, {})
+                if served.get("experts") == "mxfp4":  # it is taught as it was trained
+                    put_on_grid(self._models, served["rule"])
             checksums = [_checksum(tensor) for tensor in buffers]
             if self._checksums.setdefault(teacher.name, checksums) != checksums:
                 problem = "its files hold other weights than when the service started; start the service again"

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def load_hf(models: Sequence[GPTModel], folder: Path) -> None:
     folder = Path(folder)
     hf_config = read_hf_config(folder)
     _refuse_another_architecture(models, hf_config)
-    checkpoint = _Checkpoint(folder)
+    checkpoint = Checkpoint(folder)
     parameters, geometry = parameters_of(models, hf_config), geometry_of(models, hf_config)
     _refuse_mismatch(checkpoint, parameters, geometry)
     for parameter in parameters:
@@ -70,7 +71,7 @@ def _refuse_another_architecture(models: Sequence[GPTModel], hf_config: Mapping[
             )
 
 
-class _Checkpoint:
+class Checkpoint:
     """Reads single tensors of a safetensors folder, sharded or not."""
 
     def __init__(self, folder: Path):
@@ -107,7 +108,7 @@ class _Checkpoint:
         return self._file(self.file_of[name]).get_tensor(name)
 
 
-def _refuse_mismatch(checkpoint: _Checkpoint, parameters: Sequence[Parameter], geometry: Geometry) -> None:
+def _refuse_mismatch(checkpoint: Checkpoint, parameters: Sequence[Parameter], geometry: Geometry) -> None:
     wanted, problems = set(), []
     for parameter in parameters:
         shapes = parameter.sharding.shapes(tuple(parameter.tensor.shape), geometry, parameter.group.size())
@@ -126,19 +127,23 @@ def _refuse_mismatch(checkpoint: _Checkpoint, parameters: Sequence[Parameter], g
 
 
 def export_hf(
-    models: Sequence[GPTModel], source_folder: Path, out_folder: Path, shard_bytes: int = SHARD_BYTES
+    models: Sequence[GPTModel],
+    source_folder: Path,
+    out_folder: Path,
+    value_of: Callable[[Parameter], Tensor] = attrgetter("tensor"),
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the models as a Hugging Face folder, with config, tokenizer and templates of `source_folder`.
 
     Collective, and complete on every rank when it returns. Each owner of (expert-) tensor-parallel slices gathers them
     and writes its own shard files beside `out_folder`; rank 0 adds the index and renames, replacing an older folder of
-    that name.
+    that name. `value_of` a parameter is what is written of it.
     """
     source_folder, out_folder = Path(source_folder), Path(out_folder)
     partial = out_folder.with_name(f".{out_folder.name}.partial")
     on_rank_zero(lambda: _make_empty(partial))
     writer = _ShardWriter(partial, shard_bytes)
-    for name, tensor in HfStream(models, source_folder).all():
+    for name, tensor in HfStream(models, source_folder, value_of).all():
         writer.add(name, tensor)
     writer.flush()
     of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

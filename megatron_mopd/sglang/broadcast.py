@@ -63,7 +63,9 @@ class Broadcaster:
         Raises the same UserError on every rank where no server is left, or where two attempts broke off.
         """
         learner.sync_params()
-        self._stream = self._stream or HfStream(learner.models, self._config.student.checkpoint)
+        self._stream = self._stream or HfStream(
+            learner.models, self._config.student.checkpoint, learner.experts.value_of
+        )
         version = version_name(str(self._config.run.folder.absolute()), learner.step)
         try:
             self._attempt(self._stream, version)

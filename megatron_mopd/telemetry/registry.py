@@ -60,6 +60,10 @@ RUN_METRICS = _by_name(
     Metric("train/ratio_truncated", "share", "tokens whose ratio objective.ratio.truncate_low and _high (TIS) changed"),
     Metric("train/masked_tokens", "tokens", "tokens left out because the teacher's log-prob was not finite"),
     Metric("train/tokens", "tokens", "trained tokens of the batch"),
+    Metric("quantization/error", "share", "norm of quantized - weight of the experts, relative to that of the weight"),
+    Metric("quantization/changed", "share", "quantized weights of the experts that the update has changed"),
+    Metric("quantization/clipped_blocks", "share", "blocks with a weight beyond the largest number at their scale"),
+    Metric("quantization/saturated", "share", "weights of the experts at the largest number of their block"),
     Metric("rollout/reward", "share", "trajectories that the verifier calls correct"),
     Metric("rollout/reward_within_budget", "share", "trajectories that are correct and within their cell's budget"),
     Metric("rollout/response_tokens", "tokens", "mean response length, observations included"),
@@ -113,6 +117,8 @@ CELL_METRICS = _by_name(
     Metric("truncated_fraction", "share", "as rollout/truncated_fraction"),
 )
 
+LAYER_METRICS = _by_name(Metric("quantization_error", "share", "as quantization/error, of the layer's experts"))
+
 STEP_PARTS = ("load", "sample", "score", "update", "sync")
 """The disjoint parts of a step's wall time, in order: time/<part>_s. What is left of time/step_s is overhead."""
 
@@ -132,6 +138,10 @@ def split_cell_key(key: str) -> tuple[Cell, str] | None:
 
 def metric_of(key: str) -> Metric:
     """The registered metric of a row's key. AssertionError for another one: that is a defect of this project."""
+    if key.startswith("layer/"):
+        _, _, name = key.split("/")
+        assert name in LAYER_METRICS, key
+        return LAYER_METRICS[name]
     of_cell = split_cell_key(key)
     table, name = (CELL_METRICS, of_cell[1]) if of_cell else (RUN_METRICS, key)
     assert name in table, f"{key} is not in the metric registry; add it to telemetry/registry.py"

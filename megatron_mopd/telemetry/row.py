@@ -15,6 +15,7 @@ from megatron_mopd.telemetry.registry import cell_key, check_row
 from megatron_mopd.types import Cell
 
 ROLLOUT_MEANS = ("reward", "reward_within_budget", "spent_tokens", "response_tokens", "truncated_fraction")
+QUANTIZATION = ("error", "changed", "clipped_blocks", "saturated")
 SOME_ROLLOUT_MEANS = ("over_budget", "training_reward", "even_groups")
 """Of cells that have a budget, and of objectives that compare outcomes."""
 
@@ -42,6 +43,9 @@ def step_row(learner: StepMetrics, rollout: Mapping[str, Any] | None, seconds: M
         row |= _rollout_row(rollout)
     if has_teacher:
         row |= _teacher_row(learner)
+    if (quantized := learner.quantization) is not None:
+        row |= {f"quantization/{name}": getattr(quantized, name) for name in QUANTIZATION}
+        row |= {f"layer/{i}/quantization_error": error for i, error in quantized.error_of_layer.items()}
     check_row(row)
     return row
 

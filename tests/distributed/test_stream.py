@@ -37,7 +37,7 @@ def turns(megatron: dict[str, Any], folder: Path) -> dict[str, Any]:
     models = build_model(megatron, read_hf_config(folder))
     load_hf(models, folder)
     want = load_file(folder / "model.safetensors")
-    hf_stream = stream.HfStream(models, folder, BUCKET_BYTES)
+    hf_stream = stream.HfStream(models, folder, bucket_bytes=BUCKET_BYTES)
     sent, largest_bucket, largest_tensor = [], 0, 0
     for owner in hf_stream.owners:
         for bucket in buckets(hf_stream.of(owner), BUCKET_BYTES):

@@ -40,7 +40,7 @@ def round_trip(megatron: dict[str, Any], source: Path, out: Path, shard_bytes: i
 
     models = build(megatron, source)
     load_hf(models, source)
-    export_hf(models, source, out, shard_bytes)
+    export_hf(models, source, out, shard_bytes=shard_bytes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,48 @@
+"""Which weights are quantized: the routed experts' and nothing else.
+
+Attention, latent projections, shared experts, routers, embeddings and the output layer keep their precision: they are
+few of the weights, and every token goes through them.
+
+Torch-free, so that the preflight answers before torch is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_mopd.config import Quantization
+from megatron_mopd.errors import UserError
+
+BLOCK = 32
+"""Weights along the input dimension that share a scale."""
+
+_ROUTED_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.\d+\.linear_fc[12]\.weight$")
+
+
+def is_quantized(name: str) -> bool:
+    """`name` is that of a mcore/parameters.py Parameter."""
+    return _ROUTED_EXPERT.search(name) is not None
+
+
+def check_quantization(options: Quantization, transformer: Mapping[str, Any], etp: int) -> None:
+    """UserError where blocks do not fit the experts of an architecture (families.Architecture.transformer), or where
+    `etp` ranks would cut one."""
+    if options.experts == "none":
+        return
+    if not transformer.get("num_moe_experts"):
+        raise UserError("quantization.experts: the student has no routed experts; set quantization.experts=none")
+    hidden, intermediate = transformer["hidden_size"], transformer["moe_ffn_hidden_size"]
+    for name, size in (("hidden_size", hidden), ("moe_intermediate_size", intermediate)):
+        if size % BLOCK:
+            raise UserError(
+                f"quantization.experts={options.experts}: {name} is {size}, which is no multiple of the {BLOCK} weights "
+                "that share a scale; set quantization.experts=none"
+            )
+    if intermediate % (etp * BLOCK):
+        whole = [str(n) for n in range(1, etp) if intermediate % (n * BLOCK) == 0]
+        raise UserError(
+            f"megatron.expert_tensor_parallel_size={etp} cuts moe_intermediate_size {intermediate} within the {BLOCK} "
+            f"weights that share a scale; set it to {' or '.join(whole)}"
+        )
