@@ -1,0 +1,1 @@
+"""Low-precision formats, and what they are applied to: the same in training, rollout and export."""

@@ -1,0 +1,121 @@
+"""MXFP4: E2M1 elements in blocks of 32 along the last dimension, which share a power-of-two scale (E8M0).
+
+An element is one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign, rounded to nearest, ties to even, larger ones to 6. Two
+share a byte, the even index in the low nibble. A scale's byte s is 2^(s - 127). All decoders agree; encoders differ in
+the scale that they choose for the largest magnitude `amax` of a block:
+
+    floor   2^(floor(log2 amax) - 2)                                   the OCP specification
+    even    the same, twice as large where amax / 2^floor >= 1.75      compressed-tensors, Quark
+    rceil   2^ceil(log2(amax / 6)), so that nothing exceeds 6          ModelOpt, Transformer Engine
+
+Exponents are integer bits of the float32 value: logarithms in floating point are off by one next to powers of two.
+
+Special blocks: amax = 0 has scale byte 0, and zeros keep their signs. Below the smallest scale, bytes stay at 0 and
+elements are multiples of 2^-128. An infinity counts as 2^128 (byte 253; with rceil 254) and comes back as infinity, as
+does what `even` rounds to 2^128. A NaN makes its block NaN: scale byte 255, elements 0.
+
+Promises (tests/unit/test_mxfp4.py): the bytes of compressed-tensors (even) and torchao (each rule); fake_quantize
+equals decode_mxfp4(encode_mxfp4(w)) bit for bit; quantizing again changes no value, under any rule.
+Shape suffixes: N = blocks, B = the 32 elements of one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Rule = Literal["floor", "even", "rceil"]
+BLOCK = 32
+DTYPES = (torch.float32, torch.bfloat16)
+
+_INFINITY, _SIGNLESS = 0x7F800000, 0x7FFFFFFF
+"""Of the bits of a float32."""
+_ROUND_UP = {"floor": 0, "even": 0x200000, "rceil": 0x3FFFFF}
+"""Added to the bits of amax, this carries into the exponent from 1.75 on (even), above 1.5 (rceil)."""
+_NAN_BYTE = 255
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Mxfp4(NamedTuple):
+    """A tensor [..., K]; for example, 64 ones have packed = [0x66] * 32 and scale = [125, 125]."""
+
+    packed: Tensor  # uint8 [..., K/2]
+    scale: Tensor  # uint8 [..., K/32]
+
+
+def encode_mxfp4(weight: Tensor, rule: Rule = "even") -> Mxfp4:
+    """Of float32 or bfloat16 [..., K]. Raises ValueError for other types, for K that is no multiple of 32, and for an
+    unknown rule."""
+    x_NB = _blocks(weight)
+    scale_N1 = _scale_bytes(x_NB, rule)
+    code_NB = _codes(_rounded(x_NB, scale_N1)) | (x_NB.view(torch.int32) >> 28 & 8)
+    code_NB.masked_fill_(scale_N1 == _NAN_BYTE, 0)
+    packed = (code_NB[:, 0::2] | code_NB[:, 1::2] << 4).to(torch.uint8)
+    *rows, k = weight.shape
+    return Mxfp4(packed.reshape(*rows, k // 2), scale_N1.to(torch.uint8).reshape(*rows, k // BLOCK))
+
+
+def decode_mxfp4(code: Mxfp4, dtype: torch.dtype) -> Tensor:
+    """The values [..., K], exact in float32 and bfloat16. Raises ValueError for other types, and for parts that are not
+    of one tensor."""
+    if dtype not in DTYPES:
+        raise ValueError(f"MXFP4 decodes to float32 or bfloat16, not {dtype}")
+    *rows, half = code.packed.shape
+    if code.packed.dtype != torch.uint8 or code.scale.dtype != torch.uint8:
+        raise ValueError(f"MXFP4 is stored as uint8, not {code.packed.dtype} and {code.scale.dtype}")
+    if half * 2 % BLOCK or code.scale.shape != (*rows, half * 2 // BLOCK):
+        raise ValueError(f"MXFP4 of {list(code.packed.shape)} bytes cannot have scales {list(code.scale.shape)}")
+    values = torch.tensor([*_VALUES, *(-x for x in _VALUES)], device=code.packed.device)
+    code_NB = torch.stack((code.packed & 15, code.packed >> 4), dim=-1).reshape(-1, BLOCK)
+    x_NB = values[code_NB.int()] * _powers_of_two(code.scale.reshape(-1, 1).int())
+    return x_NB.to(dtype).reshape(*rows, half * 2)
+
+
+def fake_quantize(weight: Tensor, rule: Rule = "even") -> Tensor:
+    """`decode_mxfp4(encode_mxfp4(weight, rule), weight.dtype)`, without the bytes between. Raises as they do."""
+    x_NB = _blocks(weight)
+    scale_N1 = _scale_bytes(x_NB, rule)
+    y_NB = _rounded(x_NB, scale_N1).copysign_(x_NB).mul_(_powers_of_two(scale_N1))
+    y_NB.masked_fill_(scale_N1 == _NAN_BYTE, torch.nan)
+    return y_NB.to(weight.dtype).reshape(weight.shape)
+
+
+def _blocks(weight: Tensor) -> Tensor:
+    """Float32 [N, 32]."""
+    if weight.dtype not in DTYPES:
+        raise ValueError(f"MXFP4 encodes float32 or bfloat16, not {weight.dtype}")
+    if weight.dim() == 0 or weight.shape[-1] % BLOCK:
+        raise ValueError(f"MXFP4 needs rows of a multiple of {BLOCK} elements, this tensor is {list(weight.shape)}")
+    return weight.detach().reshape(-1, BLOCK).float()
+
+
+def _scale_bytes(x_NB: Tensor, rule: Rule) -> Tensor:
+    """Int32 [N, 1]."""
+    if rule not in _ROUND_UP:
+        raise ValueError(f"unknown MXFP4 rule {rule!r}; choose from {', '.join(_ROUND_UP)}")
+    amax_N1 = (x_NB.view(torch.int32) & _SIGNLESS).amax(dim=-1, keepdim=True)  # NaN are above infinity
+    scale_N1 = ((amax_N1.clamp(max=_INFINITY) + _ROUND_UP[rule]) >> 23).sub_(2).clamp_(min=0)
+    if rule == "rceil":
+        scale_N1.masked_fill_(amax_N1 == _INFINITY, 254)
+    return scale_N1.masked_fill_(amax_N1 > _INFINITY, _NAN_BYTE)
+
+
+def _rounded(x_NB: Tensor, scale_N1: Tensor) -> Tensor:
+    """|x| / scale as the nearest E2M1 value."""
+    y_NB = (x_NB * _powers_of_two(254 - scale_N1)).abs_().clamp_(max=_VALUES[-1])
+    # The step is half the power of two below y, at least .5. A float32 of 2^23 steps has no digits below one.
+    shift_NB = (y_NB.view(torch.int32) & _INFINITY).view(torch.float32).clamp_(min=1).mul_(1.5 * 2**22)
+    return y_NB.add_(shift_NB).sub_(shift_NB)
+
+
+def _codes(y_NB: Tensor) -> Tensor:
+    """The three low bits of an E2M1 value, without its sign: from 1 on they are bits of the float32."""
+    return ((y_NB.view(torch.int32) >> 22) - 252).maximum((y_NB > 0).int())
+
+
+def _powers_of_two(byte_N1: Tensor) -> Tensor:
+    """2^(byte - 127) as float32; 255 is NaN. Byte 0 (also of the inverse of 254) is the one subnormal."""
+    bits_N1 = (byte_N1 << 23).masked_fill_(byte_N1 <= 0, 0x400000)
+    return bits_N1.masked_fill_(byte_N1 == _NAN_BYTE, 0x7FC00000).view(torch.float32)
