@@ -236,7 +236,7 @@ def test_mistakes_say_what_is_wrong(function: object) -> None:
     assert callable(function)
     with pytest.raises(ValueError, match=r"multiple of 32 elements, this tensor is \[2, 48\]"):
         function(torch.zeros(2, 48))
-    with pytest.raises(ValueError, match="float32 or bfloat16, not torch.float16"):
+    with pytest.raises(ValueError, match=r"float32 or bfloat16, not torch.float16"):
         function(torch.zeros(2, 64, dtype=torch.float16))
     with pytest.raises(ValueError, match="unknown MXFP4 rule 'nearest'; choose from floor, even, rceil"):
         function(torch.zeros(2, 64), "nearest")
@@ -248,5 +248,5 @@ def test_decoding_refuses_parts_that_do_not_fit() -> None:
         decode_mxfp4(Mxfp4(packed, scale[:, :1]), torch.float32)
     with pytest.raises(ValueError, match="stored as uint8"):
         decode_mxfp4(Mxfp4(packed, scale.int()), torch.float32)
-    with pytest.raises(ValueError, match="float32 or bfloat16, not torch.float16"):
+    with pytest.raises(ValueError, match=r"float32 or bfloat16, not torch.float16"):
         decode_mxfp4(Mxfp4(packed, scale), torch.float16)
