@@ -19,7 +19,10 @@ EXTRAS = {
     # Demonstrations in parquet files.
     "parquet": ["pyarrow>=15"],
     # pyright runs on node, which its extra brings from PyPI.
-    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.14", "pyright[nodejs]", "pre-commit>=4"],
+    "dev": [
+        *("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.14", "pyright[nodejs]", "pre-commit>=4"),
+        *("torchao>=0.18", "compressed-tensors>=0.20"),  # what tests compare quantized bytes with
+    ],
 }
 
 # Loaded with ctypes. Without a C compiler torch's operations do the same (megatron_mopd/mcore/exponentials.py).

@@ -66,12 +66,11 @@ class Learner:
         self.layout = Layout.from_table(config.megatron)
         self.objective = build_objective(config.objective)
         hf_config = read_hf_config(config.student.checkpoint)
-        self.vocab_size = family_of(hf_config).architecture(hf_config).vocab_size
+        architecture = family_of(hf_config).architecture(hf_config)
+        self.vocab_size = architecture.vocab_size
         self._table = split_megatron_table(config.megatron)
         check_optimizer_options(self._table)
-        check_quantization(
-            config.quantization, family_of(hf_config).architecture(hf_config).transformer, self.layout.etp
-        )
+        check_quantization(config.quantization, architecture.transformer, self.layout.etp)
         if config.rollout.router_replay:
             check_router_replay(self._table, hf_config)
         self.models = build_model(config.megatron, hf_config)

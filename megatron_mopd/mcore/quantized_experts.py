@@ -37,7 +37,7 @@ class QuantizedExperts:
     """Of this rank. Without quantization there are none, and every method does nothing."""
 
     def __init__(self, models: Sequence[GPTModel], options: Quantization) -> None:
-        self.rule = options.rule
+        self.rule: Rule = options.rule
         self.num_layers = 0
         self._weights: dict[str, Tensor] = {}
         """By global name."""

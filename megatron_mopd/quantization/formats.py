@@ -34,7 +34,7 @@ _INFINITY, _SIGNLESS = 0x7F800000, 0x7FFFFFFF
 """Of the bits of a float32."""
 _ROUND_UP = {"floor": 0, "even": 0x200000, "rceil": 0x3FFFFF}
 """Added to the bits of amax, this carries into the exponent from 1.75 on (even), above 1.5 (rceil)."""
-_NAN_BYTE = 255
+NAN_BYTE = 255
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -48,10 +48,10 @@ class Mxfp4(NamedTuple):
 def encode_mxfp4(weight: Tensor, rule: Rule = "even") -> Mxfp4:
     """Of float32 or bfloat16 [..., K]. Raises ValueError for other types, for K that is no multiple of 32, and for an
     unknown rule."""
-    x_NB = _blocks(weight)
+    x_NB = blocks_of(weight)
     scale_N1 = _scale_bytes(x_NB, rule)
     code_NB = _codes(_rounded(x_NB, scale_N1)) | (x_NB.view(torch.int32) >> 28 & 8)
-    code_NB.masked_fill_(scale_N1 == _NAN_BYTE, 0)
+    code_NB.masked_fill_(scale_N1 == NAN_BYTE, 0)
     packed = (code_NB[:, 0::2] | code_NB[:, 1::2] << 4).to(torch.uint8)
     *rows, k = weight.shape
     return Mxfp4(packed.reshape(*rows, k // 2), scale_N1.to(torch.uint8).reshape(*rows, k // BLOCK))
@@ -69,25 +69,27 @@ def decode_mxfp4(code: Mxfp4, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"MXFP4 of {list(code.packed.shape)} bytes cannot have scales {list(code.scale.shape)}")
     values = torch.tensor([*_VALUES, *(-x for x in _VALUES)], device=code.packed.device)
     code_NB = torch.stack((code.packed & 15, code.packed >> 4), dim=-1).reshape(-1, BLOCK)
-    x_NB = values[code_NB.int()] * _powers_of_two(code.scale.reshape(-1, 1).int())
+    x_NB = values[code_NB.int()] * powers_of_two(code.scale.reshape(-1, 1).int())
     return x_NB.to(dtype).reshape(*rows, half * 2)
 
 
 def fake_quantize(weight: Tensor, rule: Rule = "even") -> Tensor:
     """`decode_mxfp4(encode_mxfp4(weight, rule), weight.dtype)`, without the bytes between. Raises as they do."""
-    x_NB = _blocks(weight)
+    x_NB = blocks_of(weight)
     scale_N1 = _scale_bytes(x_NB, rule)
-    y_NB = _rounded(x_NB, scale_N1).copysign_(x_NB).mul_(_powers_of_two(scale_N1))
-    y_NB.masked_fill_(scale_N1 == _NAN_BYTE, torch.nan)
+    y_NB = _rounded(x_NB, scale_N1).copysign_(x_NB).mul_(powers_of_two(scale_N1))
+    y_NB.masked_fill_(scale_N1 == NAN_BYTE, torch.nan)
     return y_NB.to(weight.dtype).reshape(weight.shape)
 
 
-def _blocks(weight: Tensor) -> Tensor:
+def blocks_of(weight: Tensor) -> Tensor:
     """Float32 [N, 32]."""
     if weight.dtype not in DTYPES:
-        raise ValueError(f"MXFP4 encodes float32 or bfloat16, not {weight.dtype}")
+        raise ValueError(f"an MX format encodes float32 or bfloat16, not {weight.dtype}")
     if weight.dim() == 0 or weight.shape[-1] % BLOCK:
-        raise ValueError(f"MXFP4 needs rows of a multiple of {BLOCK} elements, this tensor is {list(weight.shape)}")
+        raise ValueError(
+            f"an MX format needs rows of a multiple of {BLOCK} elements, this tensor is {list(weight.shape)}"
+        )
     return weight.detach().reshape(-1, BLOCK).float()
 
 
@@ -95,16 +97,21 @@ def _scale_bytes(x_NB: Tensor, rule: Rule) -> Tensor:
     """Int32 [N, 1]."""
     if rule not in _ROUND_UP:
         raise ValueError(f"unknown MXFP4 rule {rule!r}; choose from {', '.join(_ROUND_UP)}")
+    return scale_bytes(x_NB, _ROUND_UP[rule], 2, rule)
+
+
+def scale_bytes(x_NB: Tensor, round_up: int, largest_exponent: int, rule: str) -> Tensor:
+    """Int32 [N, 1] for elements below 2^(largest_exponent + 1); `round_up` is added to the bits of amax."""
     amax_N1 = (x_NB.view(torch.int32) & _SIGNLESS).amax(dim=-1, keepdim=True)  # NaN are above infinity
-    scale_N1 = ((amax_N1.clamp(max=_INFINITY) + _ROUND_UP[rule]) >> 23).sub_(2).clamp_(min=0)
+    scale_N1 = ((amax_N1.clamp(max=_INFINITY) + round_up) >> 23).sub_(largest_exponent).clamp_(min=0)
     if rule == "rceil":
         scale_N1.masked_fill_(amax_N1 == _INFINITY, 254)
-    return scale_N1.masked_fill_(amax_N1 > _INFINITY, _NAN_BYTE)
+    return scale_N1.masked_fill_(amax_N1 > _INFINITY, NAN_BYTE)
 
 
 def _rounded(x_NB: Tensor, scale_N1: Tensor) -> Tensor:
     """|x| / scale as the nearest E2M1 value."""
-    y_NB = (x_NB * _powers_of_two(254 - scale_N1)).abs_().clamp_(max=_VALUES[-1])
+    y_NB = (x_NB * powers_of_two(254 - scale_N1)).abs_().clamp_(max=_VALUES[-1])
     # The step is half the power of two below y, at least .5. A float32 of 2^23 steps has no digits below one.
     shift_NB = (y_NB.view(torch.int32) & _INFINITY).view(torch.float32).clamp_(min=1).mul_(1.5 * 2**22)
     return y_NB.add_(shift_NB).sub_(shift_NB)
@@ -115,7 +122,7 @@ def _codes(y_NB: Tensor) -> Tensor:
     return ((y_NB.view(torch.int32) >> 22) - 252).maximum((y_NB > 0).int())
 
 
-def _powers_of_two(byte_N1: Tensor) -> Tensor:
+def powers_of_two(byte_N1: Tensor) -> Tensor:
     """2^(byte - 127) as float32; 255 is NaN. Byte 0 (also of the inverse of 254) is the one subnormal."""
     bits_N1 = (byte_N1 << 23).masked_fill_(byte_N1 <= 0, 0x400000)
-    return bits_N1.masked_fill_(byte_N1 == _NAN_BYTE, 0x7FC00000).view(torch.float32)
+    return bits_N1.masked_fill_(byte_N1 == NAN_BYTE, 0x7FC00000).view(torch.float32)

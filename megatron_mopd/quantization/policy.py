@@ -37,8 +37,8 @@ def check_quantization(options: Quantization, transformer: Mapping[str, Any], et
     for name, size in (("hidden_size", hidden), ("moe_intermediate_size", intermediate)):
         if size % BLOCK:
             raise UserError(
-                f"quantization.experts={options.experts}: {name} is {size}, which is no multiple of the {BLOCK} weights "
-                "that share a scale; set quantization.experts=none"
+                f"quantization.experts={options.experts}: {name} is {size}, no multiple of the {BLOCK} weights that "
+                "share a scale; set quantization.experts=none"
             )
     if intermediate % (etp * BLOCK):
         whole = [str(n) for n in range(1, etp) if intermediate % (n * BLOCK) == 0]

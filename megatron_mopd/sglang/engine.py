@@ -45,10 +45,13 @@ def student_engine(config: Config, fetch_weights: FetchWeights | None) -> SGLang
     if names := student_servers(config):
         started = endpoints(folder)
         urls = tuple(started[name] for name in names)
+    settings = config.sglang
+    if config.quantization.audit:
+        settings = settings.model_copy(update={"check_weights": True})
     return SGLangEngine(
         urls,
         config.student.checkpoint,
-        config.sglang,
+        settings,
         run=str(folder.absolute()),
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
