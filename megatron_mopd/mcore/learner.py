@@ -73,7 +73,7 @@ class Learner:
         check_quantization(config.quantization, architecture.transformer, self.layout.etp)
         if config.rollout.router_replay:
             check_router_replay(self._table, hf_config)
-        self.models = build_model(config.megatron, hf_config)
+        self.models = build_model(config.megatron, hf_config, config.quantization.experts != "none")
         BalancedRouter.install(self.models)
         self.replay = RouterReplay(self.models, config.rollout.router_replay)
         self.teacher_heads: TeacherHeads | None = None

@@ -19,6 +19,7 @@ from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.local_layers import use_local_layers
 from megatron_mopd.mcore.options import split_megatron_table
+from megatron_mopd.mcore.precision import check_precision, quant_recipe
 
 # isort: split
 from megatron.core import parallel_state
@@ -41,6 +42,7 @@ _NEEDS_GPU = (
     "moe_router_fusion",
     "fp8",
     "fp4",
+    "quant_recipe",
 )
 VOCAB_MULTIPLE = 16
 """Rows of the vocabulary on a tensor-parallel rank are a multiple of this, as tensor cores like them."""
@@ -52,7 +54,9 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]) -> TransformerConfig:
+def transformer_config(
+    megatron: Mapping[str, Any], hf_config: Mapping[str, Any], with_quantized_experts: bool = False
+) -> TransformerConfig:
     """The TransformerConfig of this job. Raises UserError for what the table gets wrong, upstream's checks included."""
     layout, table = Layout.from_table(megatron), split_megatron_table(megatron).transformer
     architecture = family_of(hf_config).architecture(hf_config)
@@ -70,6 +74,7 @@ def transformer_config(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]
         "moe_token_dispatcher_type": "alltoall",
         "calculate_per_token_loss": True,  # contributions of ranks and micro-batches are added, see mcore/learner.py
         **{key: value for key, value in table.items() if key != "sequence_parallel"},
+        "quant_recipe": quant_recipe(table, with_quantized_experts),
     }
     cls = TransformerConfig
     if fields.get("multi_latent_attention"):
@@ -104,6 +109,7 @@ def _device_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     if device.HAS_GPU:
         if importlib.util.find_spec("transformer_engine") is None:
             raise UserError("training on a GPU needs Transformer Engine; install transformer-engine[pytorch]")
+        check_precision(table, torch.cuda.get_device_capability())
         return _GPU_FIELDS
     for key in _NEEDS_GPU:
         if table.get(key):
@@ -111,13 +117,15 @@ def _device_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_cpu_initialization": True, **dict.fromkeys(_GPU_FIELDS, False)}
 
 
-def build_model(megatron: Mapping[str, Any], hf_config: Mapping[str, Any]) -> list[GPTModel]:
+def build_model(
+    megatron: Mapping[str, Any], hf_config: Mapping[str, Any], with_quantized_experts: bool = False
+) -> list[GPTModel]:
     """One unwrapped model per virtual stage that this rank holds. Needs `initialize_parallel`.
 
     Weights are Megatron's random ones; `weights.load_hf` fills them. With `labels=None` the last stage returns logits
     [b, s, padded vocabulary / tp].
     """
-    config = transformer_config(megatron, hf_config)
+    config = transformer_config(megatron, hf_config, with_quantized_experts)
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     vp_stages = [None] if config.virtual_pipeline_model_parallel_size is None else stages
     return [_build_stage(config, hf_config, vp_stage) for vp_stage in vp_stages]
