@@ -28,7 +28,7 @@ from megatron_mopd.prompts.demonstrations import read_demonstrations
 from megatron_mopd.prompts.files import read_prompts, task_of
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.protocols import PromptChecker
-from megatron_mopd.quantization.policy import check_quantization
+from megatron_mopd.quantization.policy import check_quantization, refuse_packed
 from megatron_mopd.resume import check_resume, read_facts
 from megatron_mopd.rollout.environments import check_options, load_factory
 from megatron_mopd.servers.wanted import check_servers, server_lines
@@ -110,6 +110,7 @@ def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:
             f"{hf_config['vocab_size']}; use the tokenizer of this model"
         )
     check_weight_files(folder, "student.checkpoint")
+    refuse_packed(folder, hf_config, "student.checkpoint")
 
 
 def check_teachers(config: Config) -> list[str]:

@@ -57,9 +57,7 @@ def quant_recipe(table: Mapping[str, Any], with_quantized_experts: bool) -> Reci
     """Of single layers, None where all are alike. `megatron.quant_recipe` is the path of a file of Megatron-Core's."""
     path = table.get("quant_recipe")
     if path is not None and not Path(path).is_file():
-        raise UserError(
-            f"megatron.quant_recipe={path!r}: no such file; name a file of Megatron-Core's RecipeConfig"
-        )
+        raise UserError(f"megatron.quant_recipe={path!r}: no such file; name a file of Megatron-Core's RecipeConfig")
     recipe = None if path is None else load_quantization_recipe(str(path))
     if not with_quantized_experts or not (table.get("fp8") or table.get("fp4") or recipe):
         return recipe

@@ -29,6 +29,7 @@ from megatron_mopd.mcore.parallel import on_rank_zero
 from megatron_mopd.mcore.parameters import Parameter, geometry_of, parameters_of
 from megatron_mopd.mcore.sharding import Geometry
 from megatron_mopd.mcore.stream import HfStream
+from megatron_mopd.quantization.policy import refuse_packed
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
@@ -47,6 +48,7 @@ def load_hf(models: Sequence[GPTModel], folder: Path) -> None:
     """
     folder = Path(folder)
     hf_config = read_hf_config(folder)
+    refuse_packed(folder, hf_config, "checkpoint")
     _refuse_another_architecture(models, hf_config)
     checkpoint = Checkpoint(folder)
     parameters, geometry = parameters_of(models, hf_config), geometry_of(models, hf_config)

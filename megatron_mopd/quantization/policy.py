@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_mopd.config import Quantization
@@ -45,4 +46,13 @@ def check_quantization(options: Quantization, transformer: Mapping[str, Any], et
         raise UserError(
             f"megatron.expert_tensor_parallel_size={etp} cuts moe_intermediate_size {intermediate} within the {BLOCK} "
             f"weights that share a scale; set it to {' or '.join(whole)}"
+        )
+
+
+def refuse_packed(folder: Path, hf_config: Mapping[str, Any], key: str) -> None:
+    """UserError for a checkpoint whose weights are stored as codes, which only servers read."""
+    if packed := hf_config.get("quantization_config"):
+        raise UserError(
+            f"{key}: {folder} is quantized ({packed.get('quant_method')!r}); training reads plain weights, which have "
+            f"the same values: python -m checkpoints_conversion.import_mxfp4 {folder} OUT"
         )

@@ -216,3 +216,39 @@ def test_a_layout_that_cuts_a_block_is_refused(ranks: Pools, tmp_path: Path) -> 
     size, megatron = LAYOUTS["ETP2"]
     config = config_of(tmp_path / "model", megatron, quantization={"experts": "mxfp4"})
     assert "expert_tensor_parallel_size=2 cuts moe_intermediate_size 32" in ranks(size)(start_only, config)[0]
+
+
+def logprobs_and_export(config: Config, out: Path) -> np.ndarray:
+    learner = start(config)
+    learner.export(out)
+    return learner.logprobs(batch_of())
+
+
+def of_transformers(folder: Path) -> np.ndarray:
+    """Log-probs of the tokens of the batch from the weights in the folder, as the embedded engine computes them."""
+    from transformers import Qwen3MoeForCausalLM
+
+    model, batch = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), batch_of()
+    found = np.zeros(len(batch.token_ids), np.float32)
+    with torch.no_grad():
+        for first, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+            ids = torch.from_numpy(batch.token_ids[first:end]).long()
+            if len(ids) > 1:
+                logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+                found[first + 1 : end] = logprobs.gather(1, ids[1:, None])[:, 0].numpy()
+    return found
+
+
+def test_rollout_and_trainer_agree_only_with_one_scheme(ranks: Pools, model: Path, tmp_path: Path) -> None:
+    """Mean |trainer - rollout| log-prob: as small as without quantization, and more than ten times as large where the
+    rollout alone is quantized."""
+    off = ranks(1)(logprobs_and_export, config_of(model, {}), tmp_path / "off")[0]
+    on = ranks(1)(logprobs_and_export, config_of(model, {}, quantization={"experts": "mxfp4"}), tmp_path / "on")[0]
+    served_off, served_on = of_transformers(tmp_path / "off"), of_transformers(tmp_path / "on")
+    mismatch = {
+        "neither": np.abs(off - served_off).mean(),
+        "both": np.abs(on - served_on).mean(),
+        "rollout alone": np.abs(off - served_on).mean(),
+    }
+    assert abs(mismatch["both"] - mismatch["neither"]) < 1e-4, mismatch
+    assert mismatch["rollout alone"] > 10 * max(mismatch["both"], 1e-4), mismatch
