@@ -1,4 +1,4 @@
-"""A problem for the log-prob head, drawn alike on every rank, and what float64 autograd says of it.
+"""A problem for the log-prob head, drawn alike on every rank, and what float64 autograd says of it. Needs torch alone.
 
 Of a weighted sum of log-probs, from hidden states and the weight, with a vocabulary cut over ranks as Megatron cuts it
 and padded.
@@ -28,6 +28,7 @@ class Case(NamedTuple):
     largest: float = 0.0
     """Added to the target's logit, 0 to this much from the first token to the last."""
     seed: int = 0
+    device: str = "cpu"
 
     def draw(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Hidden states, weight, targets, coefficients."""
@@ -38,7 +39,9 @@ class Case(NamedTuple):
         more_T = torch.linspace(0, self.largest, self.num_tokens)
         towards_TD = weight_VD[target_T] / weight_VD[target_T].square().sum(-1, keepdim=True)
         hidden_TD = hidden_TD + more_T[:, None] * towards_TD
-        return hidden_TD.to(self.dtype), weight_VD.to(self.dtype), target_T, torch.randn(self.num_tokens, generator=g)
+        drawn = hidden_TD.to(self.dtype), weight_VD.to(self.dtype), target_T, torch.randn(self.num_tokens, generator=g)
+        hidden_TD, weight_VD, target_T, weight_T = (x.to(self.device) for x in drawn)
+        return hidden_TD, weight_VD, target_T, weight_T
 
 
 class Found(NamedTuple):
