@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from head_measures import HAS_GPU, counted, peak_scratch, timed
 from head_methods import METHODS, Problem
+from head_parts import parts
 from head_report import Row, table, write
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
@@ -163,10 +164,23 @@ def chosen(names: str | None) -> list[str]:
     return methods
 
 
+def print_parts(shape: str, rounds: int, chunk: int, block: int) -> None:
+    """The median of the rounds, as seconds and as a multiple of the floor."""
+    p, _ = problem(*(int(x) for x in shape.split(",")), chunk, block)
+    found = [parts(p) for _ in range(rounds + 1)][1:]
+    print(f"T, D, V = {shape}, tp {dist.get_world_size()}, rank {dist.get_rank()}, {DEVICE}")
+    for name in found[0]:
+        times = statistics.median(of_round[name] / of_round["floor"] for of_round in found)
+        print(f"{name:24}{statistics.median(of_round[name] for of_round in found):8.3f} s {times:6.2f}", flush=True)
+
+
 def bench(arguments: argparse.Namespace) -> None:
     join()
     methods = chosen(arguments.methods)
     for shape in arguments.shape:
+        if arguments.parts:
+            print_parts(shape, arguments.rounds, arguments.chunk, arguments.block)
+            continue
         found = measure(shape, methods, arguments.rounds, arguments.chunk, arguments.block)
         if arguments.errors:
             found = with_errors(found, arguments.chunk, arguments.block)
@@ -183,6 +197,7 @@ if __name__ == "__main__":
     parser.add_argument("--methods", metavar="NAME,...")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True, help="measure them too")
+    parser.add_argument("--parts", action="store_true", help="where the time of ours goes instead (on a CPU)")
     parser.add_argument("--chunk", type=int, default=4096 if HAS_GPU else 1024)
     parser.add_argument("--block", type=int, default=1 << 15 if HAS_GPU else 256)
     parser.add_argument("--out", type=Path, metavar="FOLDER")

@@ -40,7 +40,7 @@ def bench_heads(vocab_size: int, width: int, num_tokens: int, rounds: int) -> in
     from step_heads import compare  # Megatron, which the other benchmark has in processes of its own
 
     torch.set_num_threads(1)
-    print(compare(vocab_size, width, num_tokens, rounds))
+    compare(vocab_size, width, num_tokens, rounds)
     return 0
 
 

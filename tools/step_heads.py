@@ -52,30 +52,24 @@ class Student(NamedTuple):
         return (logprobs_c - self.teacher_T[index_c]).clamp(-5, 5) / len(self.target_T)
 
 
-def compare(vocab_size: int, width: int, num_tokens: int, rounds: int) -> str:
-    """Both ways in turn, the median ratio over rounds after one that warms up."""
+def compare(vocab_size: int, width: int, num_tokens: int, rounds: int) -> None:
+    """Both ways in turn, after a step that makes the optimizer's state; prints each, and the median of the ratios."""
     if num_tokens % LENGTH:
         raise UserError(f"--tokens {num_tokens} is not a multiple of {LENGTH}; choose one")
+    print(f"V = {vocab_size}, D = {width}, T = {num_tokens}, one layer, bfloat16, {device.DEVICE}", flush=True)
     student = build(vocab_size, width, num_tokens)
-    ways: dict[str, Callable[[Student], Tensor]] = {"logits": loss_from_logits, "ours": loss_of_head}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    scratch: dict[str, list[int]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, loss_of in ways.items():
+    step(student, loss_of_head)
+    ratios = []
+    for _ in range(rounds):
+        measured = []
+        for name, loss_of in (("logits", loss_from_logits), ("ours", loss_of_head)):
             before, start = resident_from_now(), time.process_time()
             step(student, loss_of)
-            if number:
-                seconds[name].append(time.process_time() - start)
-                scratch[name].append(peak_resident() - before)
-    lines = [f"V = {vocab_size}, D = {width}, T = {num_tokens}, one layer, bfloat16, {device.DEVICE}, {rounds} rounds"]
-    for name in ways:
-        mib = statistics.median(scratch[name]) / 2**20
-        lines.append(f"{name:8} {statistics.median(seconds[name]):8.2f} s {mib:8.0f} MiB beyond what is there between")
-    ratio = [
-        statistics.median(x / y for x, y in zip(found["logits"], found["ours"], strict=True))
-        for found in (seconds, scratch)
-    ]
-    return "\n".join([*lines, f"logits / ours: time {ratio[0]:.2f}, memory {ratio[1]:.2f}"])
+            measured.append((seconds := time.process_time() - start, scratch := peak_resident() - before))
+            print(f"{name:8}{seconds:8.2f} s{scratch / 2**20:8.0f} MiB beyond what stays", flush=True)
+        ratios.append([x / y for x, y in zip(*measured, strict=True)])
+    of_time, of_memory = (statistics.median(found) for found in zip(*ratios, strict=True))
+    print(f"logits / ours, median of {rounds}: time {of_time:.2f}, memory {of_memory:.2f}")
 
 
 def step(student: Student, loss_of: Callable[[Student], Tensor]) -> None:
