@@ -21,5 +21,7 @@ cpu)
     ;;
 *) echo "gpu_check.sh: error: DEVICE=$device is neither cuda nor cpu" >&2; exit 2 ;;
 esac
-"$python" tests/head_checks.py "$device"
+code=0
+"$python" tests/head_checks.py "$device" || code=$? # what it costs is worth knowing then too
 "$python" tools/bench_head.py --shape "${shapes[@]}" --rounds 5 --out "${1:-docs/benchmarks}"
+exit "$code"
