@@ -3,75 +3,64 @@
     python tools/bench_head.py [--shape T,D,V ...] [--methods ours,mcore,...] [--rounds 5] [--out FOLDER]
     torchrun --nproc-per-node 2 tools/bench_head.py ...            the vocabulary cut over two ranks; NCCL on GPUs
 
-All methods (tools/head_methods.py) take turns in one process. Of each: the ratio of its time to that of the three
-products in the same round, the median of them (processor time on a CPU, which other processes change less, and events
-on a GPU); the peak of its memory beyond inputs and outputs, in units of a chunk's logits in the model's dtype; and the
-collectives of a call. On a smaller problem with logits as a language model has them (up to about 30): errors against
-float64, and what they do to the reward of a student that is close to its teacher.
-FOLDER gets head.csv and head.svg.
+All methods (tools/head_methods.py, tools/megatron_methods.py) take turns in one process. Of each: the ratio of its time
+to that of the three products in the same round, the median over the rounds; the peak of its memory beyond inputs and
+outputs, in units of a chunk's logits in the model's dtype; and the collectives of a call. The floor allocates its
+results as every method does, so that fresh memory costs all of them the same.
+
+On a smaller problem, errors against float64: with logits as a language model has them (up to about 30, four tokens that
+compete with the target), and with `plain` ones where only the target stands out; and what they do to the reward of a
+student that is close to its teacher. Rounding E to bfloat16 is seen with the former, where few entries make up a row.
+
+FOLDER gets head.csv and head.svg; rows of other methods and shapes that are there stay. Needs torch alone; without
+megatron-core its rows are left out, which is said.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import ctypes
+import importlib.util
+import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from head_methods import METHODS, Answer, Problem
+from head_measures import HAS_GPU, counted, peak_scratch, timed
+from head_methods import METHODS, Problem
+from head_parts import parts
+from head_report import Row, table, write
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
-from megatron_mopd.cli import guarded
 from megatron_mopd.errors import UserError
-from megatron_mopd.mcore import device, parallel
-from megatron_mopd.mcore.layout import Layout
 
 SHAPES = ("1024,1024,32768", "1024,1024,151936", "4096,512,32768")
 SMALL = (256, 512, 16384)
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if HAS_GPU else torch.device("cpu")
+OF_MEGATRON = ("mcore", "mcore_fused")
 
 
-@dataclass
-class Row:
-    """What was measured of a method; errors are relative but for the log-prob's."""
-
-    shape: str
-    tp: int
-    method: str
-    ratio: float
-    seconds: float
-    scratch: float
-    collectives: int
-    logprob_error: float = 0.0
-    hidden_error: float = 0.0
-    weight_error: float = 0.0
-    reward_error: float = 0.0
-    sign_flips: float = 0.0
-
-
-def problem(T: int, D: int, V: int, chunk: int, block: int) -> tuple[Problem, Tensor]:
-    """Hidden states that point at the target, and at four other tokens; also the whole weight."""
-    g = torch.Generator().manual_seed(0)
+def problem(T: int, D: int, V: int, chunk: int, block: int, num_competing: int = 4) -> tuple[Problem, Tensor]:
+    """Hidden states that point at the target, and at other tokens that compete with it; also the whole weight."""
+    g = torch.Generator(DEVICE).manual_seed(0)
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
-    weight_VD = torch.randn(V, D, generator=g) / D**0.5
-    target_T = torch.randint(V, (T,), generator=g)
-    hidden_TD = 1.5 * torch.randn(T, D, generator=g) + (10 + 20 * torch.rand(T, 1, generator=g)) * weight_VD[target_T]
-    for _ in range(4):
-        hidden_TD += (12 + 14 * torch.rand(T, 1, generator=g)) * weight_VD[torch.randint(V, (T,), generator=g)]
-    hidden_TD, weight_VD, target_T = (
-        x.to(device.DEVICE) for x in (hidden_TD.bfloat16(), weight_VD.bfloat16(), target_T)
-    )
+    weight_VD = torch.randn(V, D, generator=g, device=DEVICE) / D**0.5
+    target_T = torch.randint(V, (T,), generator=g, device=DEVICE)
+
+    def towards(token_T: Tensor, least: float, more: float) -> Tensor:
+        return (least + more * torch.rand(T, 1, generator=g, device=DEVICE)) * weight_VD[token_T]
+
+    hidden_TD = 1.5 * torch.randn(T, D, generator=g, device=DEVICE) + towards(target_T, 10.0, 20.0)
+    for _ in range(num_competing):
+        hidden_TD += towards(torch.randint(V, (T,), generator=g, device=DEVICE), 12.0, 14.0)
+    hidden_TD, weight_VD = hidden_TD.bfloat16(), weight_VD.bfloat16()
     v = V // size
-    teacher_T = -3 * torch.rand(T, generator=g).to(device.DEVICE)
+    teacher_T = -3 * torch.rand(T, generator=g, device=DEVICE)
     mine_vD = weight_VD[rank * v : (rank + 1) * v].clone()
     return Problem(hidden_TD, mine_vD, target_T, teacher_T, rank * v, group, min(chunk, T), block), weight_VD
 
@@ -81,99 +70,63 @@ def measure(shape: str, methods: list[str], rounds: int, chunk: int, block: int)
     if V % (size := dist.get_world_size()):
         raise UserError(f"--shape {shape}: {size} ranks cannot share {V} tokens; choose a multiple")
     p, _ = problem(T, D, V, chunk, block)
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for number in range(rounds + 1):
-        for name in methods:
-            dist.barrier()
-            taken = timed(METHODS[name], p)
-            if number:  # the first round warms up
-                seconds[name].append(taken)
     unit = p.chunk * len(p.weight_vD) * p.weight_vD.element_size()
-    rows = []
+    device = torch.cuda.get_device_name() if HAS_GPU else "CPU"
+    rows, seconds = [], {name: list[float]() for name in methods}
     for name in methods:
-        ratio = statistics.median(x / y for x, y in zip(seconds[name], seconds["floor"], strict=True))
+        METHODS[name](p)  # a first call takes memory for the libraries' own
         with counted() as calls:
             scratch = peak_scratch(METHODS[name], p)
-        rows.append(Row(shape, size, name, ratio, min(seconds[name]), scratch / unit, len(calls)))
+        rows.append(Row(device, shape, size, name, 0.0, 0.0, scratch / unit, len(calls)))
+    for _ in range(rounds):
+        for name in methods:
+            dist.barrier()
+            seconds[name].append(timed(METHODS[name], p))
+    for row in rows:
+        own, floor = seconds[row.method], seconds["floor"]
+        row.ratio = statistics.median(x / y for x, y in zip(own, floor, strict=True))
+        row.seconds = statistics.median(own)
     return rows
 
 
-def timed(method: Callable[[Problem], Answer], p: Problem) -> float:
-    if not device.HAS_GPU:
-        start = time.process_time()
-        method(p)
-        return time.process_time() - start
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    method(p)
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last) / 1e3
+def with_errors(rows: list[Row], chunk: int, block: int) -> list[Row]:
+    """Of the small problem, whatever the rows are of, with a teacher whose log-probs differ by about 0.05."""
+    found = {row.method: row for row in rows}
+    for num_competing in (0, 4):
+        p, weight_VD = problem(*SMALL, chunk, block, num_competing)
+        p, logprobs_T, grad_TD, grad_vD = true_gradients(p, weight_VD)
+        for name, row in found.items():
+            if name == "floor":
+                continue
+            got_T, got_TD, got_vD = METHODS[name](p)
+            hidden_error, weight_error = _relative(got_TD, grad_TD), _relative(got_vD, grad_vD)
+            if not num_competing:
+                found[name] = replace(row, plain_hidden_error=hidden_error, plain_weight_error=weight_error)
+                continue
+            reward_T, true_T = p.teacher_T - got_T, p.teacher_T - logprobs_T
+            found[name] = replace(
+                row,
+                logprob_error=float((got_T - logprobs_T).abs().max()),
+                hidden_error=hidden_error,
+                weight_error=weight_error,
+                reward_error=_relative(reward_T, true_T),
+                sign_flips=float((reward_T * true_T < 0).double().mean()),
+            )
+    return list(found.values())
 
 
-def peak_scratch(method: Callable[[Problem], Answer], p: Problem) -> int:
-    """Bytes beyond what is there before and what is returned: of the allocator on a GPU, of the process on a CPU."""
-    if device.HAS_GPU:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        answer = method(p)
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
-        before = _status("VmRSS")
-        answer = method(p)
-        peak = _status("VmHWM")
-    return peak - before - sum(x.nbytes for x in answer if x is not None)
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    """The collectives that are called within."""
-    calls: list[str] = []
-    upstream = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def counting(name: str) -> Callable:
-        def call(*args, **kwargs):
-            calls.append(name)
-            return upstream[name](*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(dist, name, counting(name))
-    try:
-        yield calls
-    finally:
-        for name, function in upstream.items():
-            setattr(dist, name, function)
-
-
-def add_errors(rows: list[Row], chunk: int, block: int) -> None:
-    """Of the small problem, with a teacher whose log-probs differ by about 0.05."""
-    p, weight_VD = problem(*SMALL, chunk, block)
+def true_gradients(p: Problem, weight_VD: Tensor) -> tuple[Problem, Tensor, Tensor, Tensor]:
+    """In float64: the problem with a close teacher, log-probs, and the gradients of hidden states and this rank's
+    weight."""
     hidden_TD, weight_VD = p.hidden_TD.double().requires_grad_(), weight_VD.double().requires_grad_()
     logprobs_T = (hidden_TD @ weight_VD.t()).log_softmax(-1).gather(1, p.target_T[:, None])[:, 0]
-    noise_T = torch.randn(len(logprobs_T), generator=torch.Generator().manual_seed(1)).to(device.DEVICE)
+    noise_T = torch.randn(len(logprobs_T), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     p = p._replace(teacher_T=logprobs_T.detach() + 0.05 * noise_T)
     (p.all_coefficients(logprobs_T.detach()) * logprobs_T).sum().backward()
     assert hidden_TD.grad is not None
     assert weight_VD.grad is not None
-    mine_vD = weight_VD.grad[p.vocab_start : p.vocab_start + len(p.weight_vD)]
-    for row in rows:
-        if row.method == "floor":
-            continue
-        got_T, got_hidden, got_weight = METHODS[row.method](p)
-        reward_T, true_T = p.teacher_T - got_T, p.teacher_T - logprobs_T.detach()
-        row.logprob_error = float((got_T - logprobs_T.detach()).abs().max())
-        row.hidden_error, row.weight_error = _relative(got_hidden, hidden_TD.grad), _relative(got_weight, mine_vD)
-        row.reward_error = _relative(reward_T, true_T)
-        row.sign_flips = float((reward_T * true_T < 0).double().mean())
+    grad_vD = weight_VD.grad[p.vocab_start : p.vocab_start + len(p.weight_vD)]
+    return p, logprobs_T.detach(), hidden_TD.grad, grad_vD
 
 
 def _relative(got: Tensor | None, want: Tensor) -> float:
@@ -181,68 +134,78 @@ def _relative(got: Tensor | None, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-def table(rows: list[Row]) -> str:
-    names = "".join(f"{name:>9}" for name in ("ratio", "s", "scratch", "coll.", "log p", "dH", "dW", "reward", "flips"))
-    head, lines = f"{'method':15}{names}", []
-    for r in rows:
-        errors = "".join(f"{x:9.1e}" for x in (r.logprob_error, r.hidden_error, r.weight_error, r.reward_error))
-        measured = f"{r.ratio:9.2f}{r.seconds:9.3f}{r.scratch:9.2f}{r.collectives:9}"
-        lines.append(f"{r.method:15}{measured}{errors}{r.sign_flips:9.1%}")
-    return "\n".join([f"T, D, V = {rows[0].shape}, tp {rows[0].tp}, {device.DEVICE}", head, *lines])
+def join() -> None:
+    """The process group of torchrun, or of this process alone; and Megatron's, where it is installed."""
+    backend, timeout = "nccl" if HAS_GPU else "gloo", timedelta(seconds=600)
+    if HAS_GPU:
+        torch.cuda.set_device(DEVICE)
+    if importlib.util.find_spec("megatron") is not None:
+        import megatron_methods
+
+        METHODS.update(megatron_methods.METHODS)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    if "mcore" in METHODS:
+        megatron_methods.initialize()
 
 
-def write(rows: list[Row], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "head.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    (folder / "head.svg").write_text(bars(rows))
-
-
-def bars(rows: list[Row]) -> str:
-    """A bar for each ratio; the line is the floor."""
-    height, unit = 18, 160
-    parts = []
-    for i, r in enumerate(rows):
-        y, label = 10 + i * height, f"{r.shape} tp{r.tp} {r.method}"
-        parts.append(f'<text x="230" y="{y + 12}" text-anchor="end">{label}</text>')
-        parts.append(f'<rect x="240" y="{y}" width="{r.ratio * unit:.0f}" height="{height - 4}" fill="#4878a8"/>')
-        parts.append(f'<text x="{246 + r.ratio * unit:.0f}" y="{y + 12}">{r.ratio:.2f}</text>')
-    end = 20 + len(rows) * height
-    parts.append(f'<line x1="{240 + unit}" y1="0" x2="{240 + unit}" y2="{end}" stroke="#c03030"/>')
-    size = f'width="{300 + int(max(r.ratio for r in rows) * unit)}" height="{end}"'
-    style = 'font-family="sans-serif" font-size="11"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *parts, "</svg>\n"])
-
-
-def bench(arguments: argparse.Namespace) -> int:
-    methods = ["floor", *(name for name in arguments.methods.split(",") if name != "floor")]
+def chosen(names: str | None) -> list[str]:
+    """The floor first. All that there are, unless some are named."""
+    if names is None:
+        if "mcore" not in METHODS and dist.get_rank() == 0:
+            print(f"megatron-core is not installed: the rows of {', '.join(OF_MEGATRON)} are left out", flush=True)
+        return list(METHODS)
+    methods = ["floor", *(name for name in names.split(",") if name != "floor")]
     if unknown := set(methods) - METHODS.keys():
-        raise UserError(f"--methods {','.join(sorted(unknown))}: unknown; choose from {', '.join(METHODS)}")
-    parallel.init_distributed(600.0)
-    parallel.initialize_parallel(Layout.from_table({"tensor_model_parallel_size": dist.get_world_size()}), seed=0)
-    rows = []
+        needs = " (those of Megatron need megatron-core)" if unknown & set(OF_MEGATRON) else ""
+        raise UserError(f"--methods {','.join(sorted(unknown))}: unknown{needs}; choose from {', '.join(METHODS)}")
+    return methods
+
+
+def print_parts(shape: str, rounds: int, chunk: int, block: int) -> None:
+    """The median of the rounds, as seconds and as a multiple of the floor."""
+    p, _ = problem(*(int(x) for x in shape.split(",")), chunk, block)
+    found = [parts(p) for _ in range(rounds + 1)][1:]
+    print(f"T, D, V = {shape}, tp {dist.get_world_size()}, rank {dist.get_rank()}, {DEVICE}")
+    for name in found[0]:
+        times = statistics.median(of_round[name] / of_round["floor"] for of_round in found)
+        print(f"{name:24}{statistics.median(of_round[name] for of_round in found):8.3f} s {times:6.2f}", flush=True)
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    join()
+    methods = chosen(arguments.methods)
     for shape in arguments.shape:
+        if arguments.parts:
+            print_parts(shape, arguments.rounds, arguments.chunk, arguments.block)
+            continue
         found = measure(shape, methods, arguments.rounds, arguments.chunk, arguments.block)
-        add_errors(found, arguments.chunk, arguments.block)
+        if arguments.errors:
+            found = with_errors(found, arguments.chunk, arguments.block)
         if dist.get_rank() == 0:
             print(table(found), flush=True)
-        rows += found
-    if arguments.out is not None and dist.get_rank() == 0:
-        write(rows, arguments.out)
-    parallel.shutdown()
-    return 0
+            if arguments.out is not None:
+                write(found, arguments.out)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=SHAPES, metavar="T,D,V")
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", metavar="NAME,...")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--chunk", type=int, default=4096 if device.HAS_GPU else 1024)
-    parser.add_argument("--block", type=int, default=1 << 15 if device.HAS_GPU else 256)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1 if not device.HAS_GPU else torch.get_num_threads())
-    sys.exit(guarded(lambda: bench(arguments), rank=0))
+    parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True, help="measure them too")
+    parser.add_argument("--parts", action="store_true", help="where the time of ours goes instead (on a CPU)")
+    parser.add_argument("--chunk", type=int, default=4096 if HAS_GPU else 1024)
+    parser.add_argument("--block", type=int, default=1 << 15 if HAS_GPU else 256)
+    parser.add_argument("--out", type=Path, metavar="FOLDER")
+    parsed = parser.parse_args()
+    if not HAS_GPU:
+        torch.set_num_threads(1)
+    try:
+        bench(parsed)
+    except UserError as error:
+        print(f"bench_head: error: {error}", file=sys.stderr)
+        sys.exit(2)

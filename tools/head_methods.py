@@ -2,8 +2,9 @@
 
 Each takes a `Problem` and returns log-probs [T] and the gradients of hidden states [T, D] and of this rank's weight
 [v, D]. Coefficients are clipped differences from the teacher's log-probs, which are known only with the student's.
+These need torch alone; Megatron-Core's are in megatron_methods.py.
 
-Shape suffixes: T tokens, D width, v this rank's part of the vocabulary, c a chunk of tokens.
+Shape suffixes: T tokens, D width, v this rank's part of the vocabulary, c a chunk of tokens, b a part of v.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mopd.mcore import device  # noqa: F401
 from megatron_mopd.mcore.one_pass import one_pass
+from megatron_mopd.mcore.products import add_product, product
 from megatron_mopd.mcore.token_chunks import TokenChunks
 from megatron_mopd.mcore.vocab_slice import VocabSlice
+from megatron_mopd.objectives.logprob_head import in_cache, owned
 
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+SPLIT = 6144
+"""Columns that verl's kernel takes at a time."""
 
 
 class Problem(NamedTuple):
@@ -52,7 +52,8 @@ Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def floor(p: Problem) -> Answer:
-    """The three products of every chunk in the model's dtype, and nothing else."""
+    """The three products of every chunk in the model's dtype, and nothing else. Their results are allocated anew, as
+    every method allocates its own; the gradient of the hidden states is not kept."""
     grad_weight_vD = torch.empty_like(p.weight_vD)
     logits_cv = p.weight_vD.new_empty(p.chunk, len(p.weight_vD))
     grad_cD = p.weight_vD.new_empty(p.chunk, p.weight_vD.shape[1])
@@ -77,25 +78,60 @@ def recompute(p: Problem) -> Answer:
     return ours(p)
 
 
-def mcore(p: Problem) -> Answer:
-    """Megatron-Core's vocab_parallel_cross_entropy on logits in the model's dtype."""
-    return _by_autograd(p, lambda logits_T1v: -vocab_parallel_cross_entropy(logits_T1v, p.target_T[:, None])[:, 0])
+def recompute_max(p: Problem) -> Answer:
+    """Four products as verl's linear_cross_entropy: a part of the vocabulary at a time, float32 logits, a softmax that
+    refers to the largest; in backward the logits again. Elementwise in torch's operations."""
+    v = len(p.weight_vD)
+    parts = [slice(start, min(start + SPLIT, v)) for start in range(0, v, SPLIT)]
+    logits_Tb = torch.empty(len(p.hidden_TD), min(SPLIT, v), device=p.weight_vD.device)
+    logprobs_T, log_total_T = _online_logprobs(p, parts, logits_Tb)
+    coefficient_T = p.all_coefficients(logprobs_T)
+    grad_TD, grad_vD = torch.zeros_like(p.hidden_TD).float(), torch.empty_like(p.weight_vD).float()
+    grad_Tb = torch.empty_like(logits_Tb, dtype=p.weight_vD.dtype)
+    for columns in parts:
+        z_Tb, d_Tb = (x[:, : columns.stop - columns.start] for x in (logits_Tb, grad_Tb))
+        product(p.hidden_TD, p.weight_vD[columns].t(), z_Tb)
+        column_T = p.target_T - p.vocab_start - columns.start
+        for rows in in_cache(z_Tb):
+            softmax_rb = z_Tb[rows].sub_(log_total_T[rows, None]).exp_().mul_(-coefficient_T[rows, None])
+            d_Tb[rows] = _add_owned(softmax_rb, column_T[rows], coefficient_T[rows])
+        add_product(d_Tb, p.weight_vD[columns], grad_TD)
+        product(d_Tb.t(), p.hidden_TD, grad_vD[columns])
+    if p.group.size() > 1:
+        dist.all_reduce(grad_TD, group=p.group)
+    return logprobs_T, grad_TD, grad_vD
 
 
-def mcore_fused(p: Problem) -> Answer:
-    """Megatron-Core's fused_vocab_parallel_cross_entropy (not compiled on a CPU)."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    return _by_autograd(
-        p, lambda logits_T1v: -fused_vocab_parallel_cross_entropy(logits_T1v, p.target_T[:, None], group)[:, 0]
-    )
+def _online_logprobs(p: Problem, parts: list[slice], logits_Tb: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs, and the logarithms of what the exponentials add up to."""
+    max_T = torch.full_like(p.teacher_T, -torch.inf)
+    sum_T, picked_T = torch.zeros_like(p.teacher_T), torch.zeros_like(p.teacher_T)
+    for columns in parts:
+        z_Tb = logits_Tb[:, : columns.stop - columns.start]
+        product(p.hidden_TD, p.weight_vD[columns].t(), z_Tb)
+        picked_T += _picked(z_Tb, p.target_T - p.vocab_start - columns.start)
+        for rows in in_cache(z_Tb):
+            new_r = torch.maximum(max_T[rows], z_Tb[rows].amax(-1))
+            sum_T[rows] *= (max_T[rows] - new_r).exp()
+            sum_T[rows] += z_Tb[rows].sub_(new_r[:, None]).exp_().sum(-1)
+            max_T[rows] = new_r
+    if p.group.size() > 1:
+        own_max_T = max_T.clone()
+        dist.all_reduce(max_T, dist.ReduceOp.MAX, group=p.group)
+        both_2T = torch.stack([sum_T * (own_max_T - max_T).exp(), picked_T])
+        dist.all_reduce(both_2T, group=p.group)
+        sum_T, picked_T = both_2T
+    log_total_T = max_T + sum_T.log()
+    return picked_T - log_total_T, log_total_T
 
 
 def chunked_logits(p: Problem) -> Answer:
     """All logits in the model's dtype, a float32 log-softmax of a chunk at a time, again in backward."""
-    return _by_autograd(p, lambda logits_T1v: _ChunkedLogprobs.apply(logits_T1v[:, 0], p))
+    return by_autograd(p, lambda logits_T1v: _ChunkedLogprobs.apply(logits_T1v[:, 0], p))
 
 
-def _by_autograd(p: Problem, logprobs_of: Callable[[Tensor], Tensor]) -> Answer:
+def by_autograd(p: Problem, logprobs_of: Callable[[Tensor], Tensor]) -> Answer:
+    """From all logits [T, 1, v] in the model's dtype."""
     hidden_TD, weight_vD = p.hidden_TD.detach().requires_grad_(), p.weight_vD.detach().requires_grad_()
     logprobs_T = logprobs_of((hidden_TD @ weight_vD.t())[:, None])
     (p.all_coefficients(logprobs_T.detach()) * logprobs_T).sum().backward()
@@ -124,11 +160,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for rows in (slice(s, s + p.chunk) for s in range(0, len(logits_Tv), p.chunk)):
             softmax_cv = _log_softmax(logits_Tv[rows], p.group).exp_().mul_(-grad_T[rows, None])
             column_c = p.target_T[rows] - p.vocab_start
-            is_owned_c = (column_c >= 0) & (column_c < logits_Tv.shape[1])
-            softmax_cv.scatter_add_(
-                1, column_c.where(is_owned_c, 0)[:, None], grad_T[rows].where(is_owned_c, 0.0)[:, None]
-            )
-            grad_Tv[rows] = softmax_cv
+            grad_Tv[rows] = _add_owned(softmax_cv, column_c, grad_T[rows])
         return grad_Tv, None
 
 
@@ -145,10 +177,15 @@ def _log_softmax(logits_cv: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _picked(x_cv: Tensor, column_c: Tensor) -> Tensor:
-    is_owned_c = (column_c >= 0) & (column_c < x_cv.shape[1])
-    return x_cv.gather(1, column_c.where(is_owned_c, 0)[:, None])[:, 0].where(is_owned_c, 0.0)
+    is_owned_c, column_c = owned(column_c, x_cv.shape[1])
+    return x_cv.gather(1, column_c[:, None])[:, 0].where(is_owned_c, 0.0)
+
+
+def _add_owned(x_cv: Tensor, column_c: Tensor, amount_c: Tensor) -> Tensor:
+    is_owned_c, column_c = owned(column_c, x_cv.shape[1])
+    return x_cv.scatter_add_(1, column_c[:, None], amount_c.where(is_owned_c, 0.0)[:, None])
 
 
 METHODS: dict[str, Callable[[Problem], Answer]] = {
-    f.__name__: f for f in (floor, ours, recompute, mcore, mcore_fused, chunked_logits)
+    f.__name__: f for f in (floor, ours, recompute, recompute_max, chunked_logits)
 }

@@ -51,11 +51,13 @@ def divergence_pass(
     divergence: Divergence,
     teachers: Iterable[TeacherRows],
     chunk: int,
+    is_frozen: bool = False,
 ) -> tuple[TargetDivergence, Tensor, Gradients]:
     """Of all T tokens, 0 where no teacher is; the loss, the sum of coefficient * divergence; and its gradients, of the
-    hidden states [T, D] that from this rank's columns alone."""
+    hidden states [T, D] that from this rank's columns alone; of a frozen weight none, and no product for it."""
     found = TargetDivergence(*torch.zeros(len(TargetDivergence._fields), len(target_T), device=hidden_TD.device))
-    gradients = Gradients(torch.zeros_like(hidden_TD).float(), torch.zeros_like(layer.weight_vD).float())
+    grad_weight_vD = None if is_frozen else torch.zeros_like(layer.weight_vD).float()
+    gradients = Gradients(torch.zeros_like(hidden_TD).float(), grad_weight_vD)
     loss = found.divergence_T.new_zeros(())
     for teacher in teachers:
         theirs = layer.of_teacher(teacher.weight_vD.to(teacher.hidden_SD.dtype))
@@ -76,5 +78,6 @@ def _add(grad_cv: Tensor, at_c: Tensor, hidden_cD: Tensor, layer: VocabSlice, gr
     grad_cv = grad_cv.to(layer.weight_vD.dtype)
     grad_cD = gradients.hidden_tD.new_empty(hidden_cD.shape)
     product(grad_cv, layer.weight_vD, grad_cD)
-    add_product(grad_cv.t(), hidden_cD, gradients.weight_vD)
+    if gradients.weight_vD is not None:
+        add_product(grad_cv.t(), hidden_cD, gradients.weight_vD)
     gradients.hidden_tD[at_c] = grad_cD

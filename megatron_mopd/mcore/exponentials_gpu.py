@@ -3,7 +3,7 @@
 As separate operations it reads and writes the logits about ten times, which takes a third of the time of the products.
 The kernel reads them once and writes E.
 
-Promises (tests/gpu/test_exponentials.py, which needs a GPU): the same sums and the same E as `add_exponentials`.
+Promises (tests/gpu/test_head.py, which needs a GPU): the same sums and the same E as `add_exponentials`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_exponentials(
     if c and b:
         _add_exponentials[(c,)](  # pyright: ignore[reportIndexIssue]  (jit makes a launcher of it)
             *(logits_cb, reference_c, column_c, sums_3c, out),
-            *(b, c, logits_cb.stride(0), out.stride(0), temperature),
+            *(b, c, logits_cb.stride(0), out.stride(0), temperature, 1.0 / temperature),
             limit=LIMIT,
             stores=e_cb is not None,
             width=_WIDTH,
@@ -55,6 +55,7 @@ def _add_exponentials(
     logits_stride,
     e_stride,
     temperature,
+    inverse,
     limit: tl.constexpr,
     stores: tl.constexpr,
     width: tl.constexpr,
@@ -68,8 +69,10 @@ def _add_exponentials(
         at = start + tl.arange(0, width)
         exists = at < b
         z = tl.load(logits + row * logits_stride + at, mask=exists, other=0.0)
+        about = z * inverse
+        ratio = about + (z - about * temperature) * inverse  # the compiler's own division is not rounded correctly
         # A logit that is not a number must not become one.
-        difference = tl.minimum(z / temperature - of_row, limit, propagate_nan=tl.PropagateNan.ALL)
+        difference = tl.minimum(ratio - of_row, limit, propagate_nan=tl.PropagateNan.ALL)
         x = tl.where(exists & (at != of_target), tl.exp(difference), 0.0)
         s += x
         u += x * difference

@@ -10,7 +10,8 @@ the sum of the last column: at the first token, with 0 for the others.
 
 Promises (law 12): logits are accumulated in float32 from the model's own dtype, divided by the sampling temperature,
 over exactly the first `vocab_size` tokens; a teacher's from its hidden states likewise. Beyond the gradients, memory is
-about `SCRATCH_BYTES`, and does not grow with the number of tokens (tests/parity/test_logprob_head.py).
+about `SCRATCH_BYTES`, and does not grow with the number of tokens; a frozen layer costs no product for its gradient
+(tests/parity/test_logprob_head.py, test_logprob_head_cost.py).
 
 Shape suffixes: T packed tokens, t this rank's slice of them under sequence parallelism, S those that are scored, P this
 rank's vocabulary with padding, v without, D width.
@@ -143,7 +144,8 @@ class LogprobHead(ColumnParallelLinear):
     def _train(self, target_T: Tensor, coefficients: Coefficients, hidden_t1D: Tensor, weight_PD: Tensor) -> Tensor:
         chunk = self._chunk(len(target_T), weight_PD.element_size())
         tokens = TokenChunks(hidden_t1D.detach().squeeze(1), chunk, _group_of(self), self.sequence_parallel)
-        scored, coefficient_T, gradients = one_pass(self._slice(weight_PD, chunk), tokens, target_T, coefficients)
+        layer, is_frozen = self._slice(weight_PD, chunk), not weight_PD.requires_grad
+        scored, coefficient_T, gradients = one_pass(layer, tokens, target_T, coefficients, is_frozen)
         loss = (coefficient_T * scored.logprobs_T).sum()
         return _with_loss(scored, _FormedGradients.apply(loss, hidden_t1D, weight_PD, gradients))
 
@@ -160,7 +162,8 @@ class LogprobHead(ColumnParallelLinear):
         chunk = self._chunk(len(target_T), BYTES_OF_LOGIT)
         layer = self._slice(weight_PD, chunk)
         scored, loss, gradients = divergence_pass(
-            layer, hidden_TD.detach(), target_T, coefficients, divergence, teachers, chunk
+            *(layer, hidden_TD.detach(), target_T, coefficients, divergence, teachers, chunk),
+            is_frozen=not weight_PD.requires_grad,
         )
         return _with_loss(scored, _FormedGradients.apply(loss, hidden_TD, weight_PD, gradients))
 
@@ -209,7 +212,7 @@ class _FormedGradients(torch.autograd.Function):
         grad_hidden = grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_hidden = gradients.hidden_tD.mul_(scale).to(ctx.hidden_dtype).view(ctx.hidden_shape)
-        if ctx.needs_input_grad[2]:
+        if gradients.weight_vD is not None:
             grad_weight = _accumulate(weight_PD, gradients.weight_vD, scale)
         ctx.gradients = None
         return None, grad_hidden, grad_weight, None

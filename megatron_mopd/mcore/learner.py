@@ -42,8 +42,8 @@ from megatron_mopd.mcore.options import check_optimizer_options, check_router_re
 from megatron_mopd.mcore.quantized_experts import QuantizedExperts
 from megatron_mopd.mcore.router_replay import Agreement, Observer, RouterReplay
 from megatron_mopd.mcore.teacher_heads import TeacherHeads
-from megatron_mopd.objectives import build_objective
 from megatron_mopd.objectives.balance import batch_weights
+from megatron_mopd.objectives.build import build_objective
 from megatron_mopd.objectives.distribution import TargetDivergence
 from megatron_mopd.objectives.logprob_head import TargetLogprobs
 from megatron_mopd.objectives.objective import TokenColumns

@@ -15,7 +15,8 @@ Rows of very small probability, which are cut off in the first pass (objectives/
 once more, with the largest logit as the reference.
 
 Promises (tests/parity/test_logprob_head.py, tests/distributed/test_head.py): value and gradient are those of float64
-autograd; neither the size of a chunk nor the number of ranks changes them beyond rounding.
+autograd; neither the size of a chunk nor the number of ranks changes them beyond rounding. Products, collectives and
+memory are those said here (tests/parity/test_logprob_head_cost.py).
 
 Shape suffixes: T packed tokens, t this rank's slice of them under sequence parallelism, c those of a chunk, D width, v
 this rank's vocabulary without padding.
@@ -50,21 +51,22 @@ Coefficients = Callable[[Tensor, Tensor], Tensor]
 @dataclass
 class Gradients:
     """Of a loss, float32: with respect to the hidden states of this rank's tokens, added up over the ranks, and to its
-    rows of the weight."""
+    rows of the weight (None: of a frozen one)."""
 
     hidden_tD: Tensor
-    weight_vD: Tensor
+    weight_vD: Tensor | None
 
 
 @torch.no_grad()
 def one_pass(
-    layer: VocabSlice, tokens: TokenChunks, target_T: Tensor, coefficients: Coefficients
+    layer: VocabSlice, tokens: TokenChunks, target_T: Tensor, coefficients: Coefficients, is_frozen: bool = False
 ) -> tuple[TargetLogprobs, Tensor, Gradients]:
     """Log-probs of all T, their coefficients [T], and the gradients of sum_T coefficient * log-prob.
 
-    `coefficients` is asked chunk by chunk, and again where rows are done again.
+    `coefficients` is asked chunk by chunk, and again where rows are done again. A frozen weight gets no gradient, and
+    costs no third product.
     """
-    work = _Pass(layer, tokens, layer.targets(tokens, target_T), coefficients)
+    work = _Pass(layer, tokens, layer.targets(tokens, target_T), coefficients, is_frozen)
     work.form(tokens.slices, torch.ones_like(target_T, dtype=torch.bool))
     if (again_T := is_cut(work.sums_3T)).any():
         work.form_again(again_T)
@@ -73,12 +75,20 @@ def one_pass(
 
 
 class _Pass:
-    def __init__(self, layer: VocabSlice, tokens: TokenChunks, targets: Targets, coefficients: Coefficients) -> None:
+    def __init__(
+        self,
+        layer: VocabSlice,
+        tokens: TokenChunks,
+        targets: Targets,
+        coefficients: Coefficients,
+        is_frozen: bool,
+    ) -> None:
         self.layer, self.tokens, self.targets, self.coefficients = layer, tokens, targets, coefficients
         self.coefficient_T = torch.zeros_like(targets.offset_T)
         self.sums_3T = self.coefficient_T.new_zeros(3, tokens.num_tokens)
         self.gradients = Gradients(
-            self.coefficient_T.new_zeros(tokens.hidden_tD.shape), self.coefficient_T.new_zeros(layer.weight_vD.shape)
+            self.coefficient_T.new_zeros(tokens.hidden_tD.shape),
+            None if is_frozen else self.coefficient_T.new_zeros(layer.weight_vD.shape),
         )
 
     def form(self, slices: list[slice], only_T: Tensor) -> None:
@@ -115,7 +125,8 @@ class _Pass:
         is_owned_c, column_c = owned(targets.column_T, len(self.layer.weight_vD))
         of_target_c = of_target_c.where(is_owned_c, 0.0)
         self._finish_hidden(part, grad_cD, a_c, of_target_c, column_c)
-        self._add_to_weight(part.hidden_cD, e_cv, a_c, of_target_c, column_c)
+        if (grad_vD := self.gradients.weight_vD) is not None:
+            self._add_to_weight(grad_vD, part.hidden_cD, e_cv, a_c, of_target_c, column_c)
 
     def _coefficients(self, part: Chunk, targets: Targets, only_c: Tensor, sums_3c: Tensor) -> Tensor:
         """Those of the tokens that count, 0 for others. The sums and what is asked for them are kept."""
@@ -134,12 +145,18 @@ class _Pass:
         self.tokens.reduce(grad_cD, self.gradients.hidden_tD, part.own)
 
     def _add_to_weight(
-        self, hidden_cD: Tensor, e_cv: Tensor, a_c: Tensor, of_target_c: Tensor, column_c: Tensor
+        self,
+        grad_vD: Tensor,
+        hidden_cD: Tensor,
+        e_cv: Tensor,
+        a_c: Tensor,
+        of_target_c: Tensor,
+        column_c: Tensor,
     ) -> None:
         scaled_cD = torch.empty_like(hidden_cD)
         for rows in in_cache(hidden_cD):
             torch.mul(hidden_cD[rows], a_c[rows, None], out=scaled_cD[rows])
-        add_product(e_cv.t(), scaled_cD, self.gradients.weight_vD)
+        add_product(e_cv.t(), scaled_cD, grad_vD)
         if self.layer.blocks:
             for rows in in_cache(hidden_cD):
-                self.gradients.weight_vD.index_add_(0, column_c[rows], of_target_c[rows, None] * hidden_cD[rows])
+                grad_vD.index_add_(0, column_c[rows], of_target_c[rows, None] * hidden_cD[rows])

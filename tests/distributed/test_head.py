@@ -27,8 +27,8 @@ def weights(num_rows: int) -> tuple[Tensor, Tensor]:
     return embedding_PD, output_PD
 
 
-def gradients_in_ddp(is_tied: bool, overlap: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`main_grad` of the embedding and of the output layer after two micro-batches, reduced over the ranks."""
+def model_of(is_tied: bool, dtype: torch.dtype) -> tuple[Any, Any]:
+    """An embedding and an output layer, and nothing between; and its TransformerConfig."""
     from megatron_mopd.mcore import device  # noqa: F401
     from megatron_mopd.mcore.head import LogprobHead
     from megatron_mopd.mcore.layout import Layout
@@ -37,7 +37,6 @@ def gradients_in_ddp(is_tied: bool, overlap: bool, dtype: torch.dtype) -> tuple[
 
     # isort: split
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import MegatronModule, TransformerConfig
 
@@ -54,8 +53,6 @@ def gradients_in_ddp(is_tied: bool, overlap: bool, dtype: torch.dtype) -> tuple[
     rows = padded_vocab_size(V, 1)
 
     class Model(MegatronModule):
-        """An embedding and an output layer, and nothing between."""
-
         def __init__(self) -> None:
             super().__init__(config)
             embedding_PD, output_PD = weights(rows)
@@ -79,7 +76,14 @@ def gradients_in_ddp(is_tied: bool, overlap: bool, dtype: torch.dtype) -> tuple[
             hidden_T1D = torch.nn.functional.embedding(ids_T, self.word_embeddings)[:, None]
             return self.output_layer(hidden_T1D, weight=self.word_embeddings if is_tied else None)[0]
 
-    model = Model()
+    return Model(), config
+
+
+def gradients_in_ddp(is_tied: bool, overlap: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`main_grad` of the embedding and of the output layer after two micro-batches, reduced over the ranks."""
+    model, config = model_of(is_tied, dtype)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
     ddp = DistributedDataParallel(
         config, DistributedDataParallelConfig(overlap_grad_reduce=overlap, grad_reduce_in_fp32=True), model
     )
@@ -93,7 +97,7 @@ def gradients_in_ddp(is_tied: bool, overlap: bool, dtype: torch.dtype) -> tuple[
             (output_T14[..., -1].sum() * SCALE).backward()
     ddp.finish_grad_sync()
     own = model.word_embeddings if is_tied else model.output_layer.weight
-    return model.word_embeddings.main_grad.clone(), own.main_grad.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    return model.word_embeddings.main_grad.clone(), own.main_grad.clone()
 
 
 def gradients_of_autograd(is_tied: bool, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -124,3 +128,22 @@ def test_ddp_finds_the_gradient_of_autograd(
         for got_PD, want_PD in zip(got, want, strict=True):
             assert got_PD.dtype == torch.float32
             assert (got_PD.double() - want_PD).norm() < tolerance * want_PD.norm()
+
+
+def with_a_frozen_layer(is_frozen: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the embedding and of the output layer."""
+    model, _ = model_of(is_tied=False, dtype=torch.float32)
+    model.output_layer.weight.requires_grad_(not is_frozen)
+    ids_T, target_T, weight_T = draw(0)
+    with model.output_layer.learning(target_T, lambda _, index_c: weight_T[index_c]):
+        output_T14 = model(ids_T)
+    output_T14[..., -1].sum().backward()
+    return model.word_embeddings.grad, model.output_layer.weight.grad
+
+
+def test_a_frozen_layer_gets_no_gradient_and_changes_none(ranks: Pools) -> None:
+    (trained,), (frozen,) = (ranks(1)(with_a_frozen_layer, is_frozen) for is_frozen in (False, True))
+    assert trained[1] is not None
+    assert frozen[1] is None
+    assert frozen[0].any()
+    assert torch.equal(frozen[0], trained[0])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +117,12 @@ def test_modules_that_answer_at_once_import_no_torch() -> None:
 def test_every_module_says_what_it_is_for() -> None:
     trees = {m: ast.parse(m.read_text(encoding="utf-8")) for m in MODULES}
     assert [str(m.relative_to(ROOT)) for m, tree in trees.items() if not ast.get_docstring(tree)] == []
+
+
+def test_the_log_prob_head_and_its_benchmark_need_torch_alone():
+    """On a machine with a GPU and nothing else, tools/gpu_check.sh runs from a copy of this repository."""
+    absent = ("megatron", "transformers", "pydantic", "yaml", "numpy", "pytest")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import bench_head, head_checks"
+    env = {**os.environ, "PYTHONPATH": ":".join(str(ROOT / folder) for folder in (".", "tools", "tests"))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -123,6 +123,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones():
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling of type 'yarn'"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, which is not supported; supported: None"),
+        ({"logits_scaling": 8.0}, "logits_scaling=8.0, which is not supported; supported: 1.0"),
     ],
 )
 def test_what_megatron_could_not_follow_exactly_is_refused(fields: dict[str, Any], says: str):

@@ -48,6 +48,12 @@ def test_keys_go_to_their_owners():
         ("learning_rate", "unknown key megatron.learning_rate"),
         ("params_dtype", "megatron.params_dtype cannot be set: it follows from megatron.bf16"),
         ("num_layers", "megatron.num_layers cannot be set: it follows from the checkpoint"),
+        (
+            "cross_entropy_loss_fusion",
+            "megatron.cross_entropy_loss_fusion cannot be set: it follows from the log-prob head, which it bypasses; "
+            "remove it",
+        ),
+        ("cross_entropy_fusion_impl", "megatron.cross_entropy_fusion_impl cannot be set: it follows from the log-prob"),
         ("q_lora_rank", "unknown key megatron.q_lora_rank"),  # known only with multi_latent_attention
     ],
 )
