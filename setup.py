@@ -25,14 +25,20 @@ EXTRAS = {
     ],
 }
 
-# Loaded with ctypes. Without a C compiler torch's operations do the same (megatron_mopd/mcore/exponentials.py).
-EXPONENTIALS = Extension(
-    "megatron_mopd.mcore._exponentials",
-    sources=["megatron_mopd/mcore/exponentials.c"],
-    extra_compile_args=["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
-    + ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64"),
-    optional=True,
-)
+COMPILED = ("mcore/exponentials.c", "quantization/mxfp4.c")
+FLAGS = ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
+
+
+def extension(source: str) -> Extension:
+    """Loaded with ctypes. Without a C compiler torch's operations do the same: see the modules named as the sources."""
+    folder, name = source.removesuffix(".c").split("/")
+    return Extension(
+        f"megatron_mopd.{folder}._{name}",
+        sources=[f"megatron_mopd/{source}"],
+        extra_compile_args=FLAGS + ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64"),
+        optional=True,
+    )
+
 
 setup(
     name="megatron_mopd",
@@ -45,7 +51,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "."},  # makes an editable install one line in a .pth file: examples and tools import too
     packages=find_packages(include=["megatron_mopd*", "checkpoints_conversion*"]),
-    ext_modules=[EXPONENTIALS],
+    ext_modules=[extension(source) for source in COMPILED],
     install_requires=[
         "torch>=2.8",
         "megatron-core>=0.16.1,<0.20",

@@ -15,25 +15,30 @@ elements are multiples of 2^-128. An infinity counts as 2^128 (byte 253; with rc
 does what `even` rounds to 2^128. A NaN makes its block NaN: scale byte 255, elements 0.
 
 Promises (tests/unit/test_mxfp4.py): the bytes of compressed-tensors (even) and torchao (each rule); fake_quantize
-equals decode_mxfp4(encode_mxfp4(w)) bit for bit; quantizing again changes no value, under any rule.
+equals decode_mxfp4(encode_mxfp4(w)) bit for bit; quantizing again changes no value, under any rule. On a CPU
+mxfp4_compiled.py does the same in one pass.
 Shape suffixes: N = blocks, B = the 32 elements of one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_mopd.quantization import mxfp4_compiled
+
 Rule = Literal["floor", "even", "rceil"]
-BLOCK = 32
+BLOCK = mxfp4_compiled.BLOCK
 DTYPES = (torch.float32, torch.bfloat16)
 
 _INFINITY, _SIGNLESS = 0x7F800000, 0x7FFFFFFF
 """Of the bits of a float32."""
-_ROUND_UP = {"floor": 0, "even": 0x200000, "rceil": 0x3FFFFF}
-"""Added to the bits of amax, this carries into the exponent from 1.75 on (even), above 1.5 (rceil)."""
+_RULES = {"floor": (0, 253), "even": (0x200000, 253), "rceil": (0x3FFFFF, 254)}
+"""What is added to the bits of amax, so that it carries into the exponent from 1.75 on (even) or above 1.5 (rceil); and
+the scale byte of infinity."""
 NAN_BYTE = 255
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -48,8 +53,11 @@ class Mxfp4(NamedTuple):
 def encode_mxfp4(weight: Tensor, rule: Rule = "even") -> Mxfp4:
     """Of float32 or bfloat16 [..., K]. Raises ValueError for other types, for K that is no multiple of 32, and for an
     unknown rule."""
+    check(weight, rule)
+    if mxfp4_compiled.applies_to(weight):
+        return Mxfp4(*mxfp4_compiled.encode(weight, *_RULES[rule]))
     x_NB = blocks_of(weight)
-    scale_N1 = _scale_bytes(x_NB, rule)
+    scale_N1 = scale_bytes(x_NB, 2, *_RULES[rule])
     code_NB = _codes(_rounded(x_NB, scale_N1)) | (x_NB.view(torch.int32) >> 28 & 8)
     code_NB.masked_fill_(scale_N1 == NAN_BYTE, 0)
     packed = (code_NB[:, 0::2] | code_NB[:, 1::2] << 4).to(torch.uint8)
@@ -69,43 +77,49 @@ def decode_mxfp4(code: Mxfp4, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"MXFP4 of {list(code.packed.shape)} bytes cannot have scales {list(code.scale.shape)}")
     values = torch.tensor([*_VALUES, *(-x for x in _VALUES)], device=code.packed.device)
     code_NB = torch.stack((code.packed & 15, code.packed >> 4), dim=-1).reshape(-1, BLOCK)
-    x_NB = values[code_NB.int()] * powers_of_two(code.scale.reshape(-1, 1).int())
-    return x_NB.to(dtype).reshape(*rows, half * 2)
+    scale_N1 = code.scale.reshape(-1, 1).int()
+    x_NB = values[code_NB.int()] * powers_of_two(scale_N1)
+    return _as(dtype, x_NB, scale_N1).reshape(*rows, half * 2)
 
 
 def fake_quantize(weight: Tensor, rule: Rule = "even") -> Tensor:
     """`decode_mxfp4(encode_mxfp4(weight, rule), weight.dtype)`, without the bytes between. Raises as they do."""
+    check(weight, rule)
+    if mxfp4_compiled.applies_to(weight):
+        return mxfp4_compiled.fake_quantize(weight, *_RULES[rule])
     x_NB = blocks_of(weight)
-    scale_N1 = _scale_bytes(x_NB, rule)
+    scale_N1 = scale_bytes(x_NB, 2, *_RULES[rule])
     y_NB = _rounded(x_NB, scale_N1).copysign_(x_NB).mul_(powers_of_two(scale_N1))
-    y_NB.masked_fill_(scale_N1 == NAN_BYTE, torch.nan)
-    return y_NB.to(weight.dtype).reshape(weight.shape)
+    return _as(weight.dtype, y_NB, scale_N1).reshape(weight.shape)
 
 
-def blocks_of(weight: Tensor) -> Tensor:
-    """Float32 [N, 32]."""
+def _as(dtype: torch.dtype, x_NB: Tensor, scale_N1: Tensor) -> Tensor:
+    """With one NaN; casts make several."""
+    return x_NB.to(dtype).masked_fill_(scale_N1 == NAN_BYTE, torch.nan)
+
+
+def check(weight: Tensor, rule: str, rules: Collection[str] = tuple(_RULES)) -> None:
+    """Raises ValueError for what an MX format cannot encode."""
+    if rule not in rules:
+        raise ValueError(f"unknown MX rule {rule!r}; choose from {', '.join(rules)}")
     if weight.dtype not in DTYPES:
         raise ValueError(f"an MX format encodes float32 or bfloat16, not {weight.dtype}")
     if weight.dim() == 0 or weight.shape[-1] % BLOCK:
         raise ValueError(
             f"an MX format needs rows of a multiple of {BLOCK} elements, this tensor is {list(weight.shape)}"
         )
+
+
+def blocks_of(weight: Tensor) -> Tensor:
+    """Float32 [N, 32]."""
     return weight.detach().reshape(-1, BLOCK).float()
 
 
-def _scale_bytes(x_NB: Tensor, rule: Rule) -> Tensor:
-    """Int32 [N, 1]."""
-    if rule not in _ROUND_UP:
-        raise ValueError(f"unknown MXFP4 rule {rule!r}; choose from {', '.join(_ROUND_UP)}")
-    return scale_bytes(x_NB, _ROUND_UP[rule], 2, rule)
-
-
-def scale_bytes(x_NB: Tensor, round_up: int, largest_exponent: int, rule: str) -> Tensor:
-    """Int32 [N, 1] for elements below 2^(largest_exponent + 1); `round_up` is added to the bits of amax."""
+def scale_bytes(x_NB: Tensor, largest_exponent: int, round_up: int, of_infinity: int) -> Tensor:
+    """Int32 [N, 1], for elements below 2^(largest_exponent + 1) and a rule's two numbers."""
     amax_N1 = (x_NB.view(torch.int32) & _SIGNLESS).amax(dim=-1, keepdim=True)  # NaN are above infinity
     scale_N1 = ((amax_N1.clamp(max=_INFINITY) + round_up) >> 23).sub_(largest_exponent).clamp_(min=0)
-    if rule == "rceil":
-        scale_N1.masked_fill_(amax_N1 == _INFINITY, 254)
+    scale_N1.masked_fill_(amax_N1 == _INFINITY, of_infinity)
     return scale_N1.masked_fill_(amax_N1 > _INFINITY, NAN_BYTE)
 
 

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_mopd.quantization.formats import BLOCK, NAN_BYTE, blocks_of, powers_of_two, scale_bytes
+from megatron_mopd.quantization.formats import BLOCK, NAN_BYTE, blocks_of, check, powers_of_two, scale_bytes
 
 Element = Literal["e4m3", "e5m2"]
 Mxfp8Rule = Literal["floor", "rceil"]
@@ -25,8 +25,8 @@ ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 TILE = 128
 """Of DeepSeek-V3: 128 x 128 of a weight, 1 x 128 of an activation."""
 
-_ROUND_UP = {"floor": 0, "rceil": 0x1FFFFF}
-"""rceil carries into the exponent above 1.75, as 448 is 1.75 * 2^8."""
+_RULES = {"floor": (0, 247), "rceil": (0x1FFFFF, 254)}
+"""As in formats.py; rceil carries into the exponent above 1.75, as 448 is 1.75 * 2^8."""
 
 
 class Fp8(NamedTuple):
@@ -56,10 +56,9 @@ def decode_fp8(code: Fp8, dtype: torch.dtype, tile: tuple[int, int] | None = Non
 
 def encode_mxfp8(x: Tensor, rule: Mxfp8Rule = "rceil") -> Mxfp8:
     """Of float32 or bfloat16 [..., K]; rceil is what GPUs with MXFP8 do. Raises ValueError as `encode_mxfp4` does."""
-    if rule not in _ROUND_UP:
-        raise ValueError(f"unknown MXFP8 rule {rule!r}; choose from {', '.join(_ROUND_UP)}")
+    check(x, rule, _RULES)
     x_NB = blocks_of(x)
-    scale_N1 = scale_bytes(x_NB, _ROUND_UP[rule], 8, rule)
+    scale_N1 = scale_bytes(x_NB, 8, *_RULES[rule])
     largest = torch.finfo(torch.float8_e4m3fn).max
     y_NB = (x_NB * powers_of_two(254 - scale_N1)).clamp_(-largest, largest)
     y_NB.masked_fill_(scale_N1 == NAN_BYTE, torch.nan)

@@ -64,7 +64,7 @@ def test_special_values_of_fp8() -> None:
 
 
 def test_mistakes_say_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="unknown MXFP8 rule 'even'; choose from floor, rceil"):
+    with pytest.raises(ValueError, match="unknown MX rule 'even'; choose from floor, rceil"):
         encode_mxfp8(torch.zeros(2, 32), "even")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"multiple of 32 elements, this tensor is \[2, 40\]"):
         encode_mxfp8(torch.zeros(2, 40))

@@ -238,7 +238,7 @@ def test_mistakes_say_what_is_wrong(function: object) -> None:
         function(torch.zeros(2, 48))
     with pytest.raises(ValueError, match=r"float32 or bfloat16, not torch.float16"):
         function(torch.zeros(2, 64, dtype=torch.float16))
-    with pytest.raises(ValueError, match="unknown MXFP4 rule 'nearest'; choose from floor, even, rceil"):
+    with pytest.raises(ValueError, match="unknown MX rule 'nearest'; choose from floor, even, rceil"):
         function(torch.zeros(2, 64), "nearest")
 
 
