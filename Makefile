@@ -26,6 +26,8 @@ INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versio
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO := $(VENV)/.installed-demo
 DEV := $(VENV)/.installed-dev
+# What the tests compare with and nothing else may find: transformers imports torchao wherever it is.
+ORACLES := $(VENV)/oracles
 
 # Several ranks share the cores: one thread each, and the compiled modules kept between processes.
 export OMP_NUM_THREADS := 1
@@ -41,6 +43,9 @@ demo: $(DEMO)
 
 test: $(DEV)
 	$(BIN)/python -m pytest -m "not sglang and not gpu and not slurm" $(ARGS)
+ifeq ($(ARGS),)
+	PYTHONPATH=$(ORACLES) $(BIN)/python -m pytest tests/oracles
+endif
 
 test-sglang: $(DEV) sglang
 	MOPD_SGLANG_PYTHON=$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
@@ -72,4 +77,5 @@ $(DEMO): setup.py $(CONSTRAINTS) | $(BIN)/python
 $(DEV): setup.py $(CONSTRAINTS) | $(BIN)/python
 	@echo "installing into $(VENV), with what the tests and checks need"
 	@$(INSTALL) -e '.[embedded,wandb,parquet,dev]'
+	@$(INSTALL) --upgrade --no-deps --target $(ORACLES) torchao
 	@touch $(DEMO) $@

@@ -166,7 +166,8 @@ def chosen(names: str | None) -> list[str]:
 
 def print_parts(shape: str, rounds: int, chunk: int, block: int) -> None:
     """The median of the rounds, as seconds and as a multiple of the floor."""
-    p, _ = problem(*(int(x) for x in shape.split(",")), chunk, block)
+    T, D, V = (int(x) for x in shape.split(","))
+    p, _ = problem(T, D, V, chunk, block)
     found = [parts(p) for _ in range(rounds + 1)][1:]
     print(f"T, D, V = {shape}, tp {dist.get_world_size()}, rank {dist.get_rank()}, {DEVICE}")
     for name in found[0]:

@@ -2,6 +2,7 @@
 
     python tools/bench_quantize.py [--shape ROWS,COLUMNS] [--dtype bfloat16] [--rounds 7] [--out FOLDER]
 
+Needs torchao (`make test` leaves it in .venv/oracles: PYTHONPATH=.venv/oracles).
 All methods take turns in one process, on one thread. Of each: the processor time of the fastest call, which other
 processes change less, the median over rounds of its ratio to eager torchao's, and gigabytes read and written a second.
 All but the copy have to return the same values. FOLDER gets quantize.csv.
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode  # pyright: ignore[reportMissingImports]
 
 from megatron_mopd.cli import guarded
 from megatron_mopd.errors import UserError

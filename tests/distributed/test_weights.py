@@ -174,10 +174,10 @@ def test_a_model_that_the_checkpoint_is_not_is_refused(megatron, says: str, rank
 
 
 def global_names(source: Path, names: list[str]) -> list[str]:
-    from megatron_mopd.mcore.parameters import _global_name
+    from megatron_mopd.mcore.parameters import global_name
 
     (model,) = build({"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}, source)
-    return [_global_name(model, name) for name in names]
+    return [global_name(model, name) for name in names]
 
 
 def test_transformer_engine_names_are_those_of_the_local_layers(ranks: Pools, checkpoint: Path):

@@ -12,7 +12,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx  # pyright: ignore[reportMissingImports]
 
 from megatron_mopd.quantization.formats import BLOCK, DTYPES, Mxfp4, Rule, decode_mxfp4, encode_mxfp4, fake_quantize
 

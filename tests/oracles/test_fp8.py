@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx  # pyright: ignore[reportMissingImports]
 
 from megatron_mopd.quantization.formats_fp8 import (
     ELEMENTS,
