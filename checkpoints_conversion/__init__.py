@@ -1,0 +1,1 @@
+"""Commands that convert checkpoints: `python -m checkpoints_conversion.NAME`."""
