@@ -108,7 +108,7 @@ def test_every_mopd_command_exists() -> None:
 
 
 def test_every_module_that_is_run_exists() -> None:
-    named = {m[1] for c in commands() if (m := re.search(r"-m ([a-z_.]+)", c))}
+    named = {m[1] for c in commands() if (m := re.search(r"-m ([a-z0-9_.]+)", c))}
     assert "megatron_mopd.train" in named
     assert [name for name in named if not (ROOT / (name.replace(".", "/") + ".py")).is_file()] == []
 
