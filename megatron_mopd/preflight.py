@@ -50,7 +50,8 @@ def preflight(config: Config, world_size: int) -> str:
     check_schedule(table, config.run.num_steps)
     layout = Layout.from_table(config.megatron)
     layout.check(hf_config, world_size)
-    check_quantization(config.quantization, family_of(hf_config).architecture(hf_config).transformer, layout.etp)
+    transformer = family_of(hf_config).architecture(hf_config).transformer
+    check_quantization(config.quantization, transformer, layout.etp, config.megatron)
     coverage = f"cells: {', '.join(map(str, config.prompts.cells))}"
     if config.objective.needs_teachers:
         coverage = Router(config.teachers.models, config.prompts.cells).coverage()

@@ -48,7 +48,7 @@ from megatron_mopd.objectives.distribution import TargetDivergence
 from megatron_mopd.objectives.logprob_head import TargetLogprobs
 from megatron_mopd.objectives.objective import TokenColumns
 from megatron_mopd.quantization.policy import check_quantization
-from megatron_mopd.step_metrics import StepMetrics
+from megatron_mopd.step_metrics import QuantizationMetrics, StepMetrics
 from megatron_mopd.types import Cell
 
 # isort: split
@@ -70,7 +70,7 @@ class Learner:
         self.vocab_size = architecture.vocab_size
         self._table = split_megatron_table(config.megatron)
         check_optimizer_options(self._table)
-        check_quantization(config.quantization, architecture.transformer, self.layout.etp)
+        check_quantization(config.quantization, architecture.transformer, self.layout.etp, config.megatron)
         if config.rollout.router_replay:
             check_router_replay(self._table, hf_config)
         self.models = build_model(config.megatron, hf_config, config.quantization.experts != "none")
@@ -124,7 +124,7 @@ class Learner:
         _, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  (annotated as returning None)
         self._refuse_unless_finite("gradient norm", grad_norm)
         self.step += 1
-        is_due = self.step % self.config.quantization.report_every_steps == 0
+        quantization = self._measure_experts()
         return StepMetrics(
             step=self.step,
             loss=loss,
@@ -141,8 +141,16 @@ class Learner:
                 self.config.objective,
             ),
             has_teacher=self.config.objective.needs_teachers,
-            quantization=self.experts.measure() if is_due else None,
+            quantization=quantization,
         )
+
+    def _measure_experts(self) -> QuantizationMetrics | None:
+        found = None
+        if self.step % self.config.quantization.report_every_steps == 0:
+            self.sync_params()
+            found = self.experts.measure()
+        self.experts.forget()  # a copy of all experts, which nobody asks for before the next schedule
+        return found
 
     @torch.no_grad()
     def logprobs(self, batch: Rows) -> np.ndarray:
@@ -202,6 +210,7 @@ class Learner:
         self.experts.forget()
         prepare = partial(self.replay.aim, observer=observer)
         kept = run_schedule(self.chunks, mine, loss, forward_only=forward_only, ask=ask, prepare=prepare)
+        self.experts.check_used()
         self.replay.check_idle()
         return kept
 

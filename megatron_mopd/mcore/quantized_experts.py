@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mopd.config import Quantization
+from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.parameters import Parameter, global_name
 from megatron_mopd.quantization.fake_quant import straight_through
@@ -58,6 +59,12 @@ class QuantizedExperts:
         """The weights may have changed: call before each schedule."""
         self._values.clear()
 
+    def check_used(self) -> None:
+        """After a schedule: the layers have asked for all of these weights. One that another version of Megatron or
+        Transformer Engine multiplies with in another way would be trained as it is, and served quantized."""
+        unused = [name for name, weight in self._weights.items() if weight not in self._values]
+        assert not unused, f"{unused[0]} was multiplied without being quantized"
+
     def value_of(self, parameter: Parameter) -> Tensor:
         """What is served of a parameter."""
         return fake_quantize(parameter.tensor, self.rule) if parameter.name in self._weights else parameter.tensor
@@ -92,16 +99,22 @@ class QuantizedExperts:
             return None
         sums = torch.zeros(self.num_layers, _NUM_SUMS, dtype=torch.float64)
         for name, weight in self._weights.items():
-            sums[_layer_of(name)] += _sums(weight.detach(), self._values.get(weight), self.rule).cpu()
+            sums[_layer_of(name)] += _sums(weight.detach(), self._values.get(weight), self.rule)
         return _metrics(_over_ranks(sums))
 
 
 @torch.no_grad()
 def put_on_grid(models: Sequence[GPTModel], rule: Rule) -> None:
-    """Weights that are never updated take the values that are served."""
+    """Weights that are never updated take the values that are served. Raises UserError where a rank has part of a
+    block."""
     for model in models:
         for name, weight in model.named_parameters():
             if is_quantized(global_name(model, name)):
+                if weight.shape[-1] % BLOCK:
+                    raise UserError(
+                        f"its experts are in MXFP4, and megatron.expert_tensor_parallel_size cuts the {BLOCK} weights "
+                        "that share a scale; lower it"
+                    )
                 weight.copy_(fake_quantize(weight, rule))
 
 
@@ -110,22 +123,20 @@ _NUM_SUMS = len(_SUMS)
 
 
 def _sums(weight: Tensor, before: Tensor | None, rule: Rule) -> Tensor:
+    """Those of _SUMS, float64 on the CPU."""
     code = encode_mxfp4(weight, rule)
     value, w = decode_mxfp4(code, torch.float32), weight.float()
     top = _LARGEST * torch.exp2(code.scale.float() - 127)
     in_blocks, values_in_blocks = (x.unflatten(-1, (-1, BLOCK)) for x in (w, value))
-    return torch.stack(
-        [
-            (value - w).square().sum(),
-            w.square().sum(),
-            (values_in_blocks.abs() == top[..., None]).sum(),
-            torch.zeros(()) if before is None else (before != value).sum(),
-            torch.tensor(0 if before is None else w.numel()),
-            torch.tensor(w.numel()),
-            (in_blocks.abs().amax(-1) > top).sum(),
-            torch.tensor(top.numel()),
-        ]
-    ).double()
+    found = {
+        "squared_error": (value - w).square().sum(),
+        "square": w.square().sum(),
+        "saturated": (values_in_blocks.abs() == top[..., None]).sum(),
+        "changed": (value if before is None else before).ne(value).sum(),
+        "clipped": (in_blocks.abs().amax(-1) > top).sum(),
+    }
+    counts = {"weights_before": 0 if before is None else w.numel(), "weights": w.numel(), "blocks": top.numel()}
+    return torch.tensor([{**found, **counts}[name] for name in _SUMS], dtype=torch.float64)
 
 
 _LARGEST = 6.0

@@ -27,11 +27,23 @@ def is_quantized(name: str) -> bool:
     return _ROUTED_EXPERT.search(name) is not None
 
 
-def check_quantization(options: Quantization, transformer: Mapping[str, Any], etp: int) -> None:
-    """UserError where blocks do not fit the experts of an architecture (families.Architecture.transformer), or where
-    `etp` ranks would cut one."""
+_OTHER_WEIGHTS = ("fp8_param", "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+"""Options of `megatron:` with which layers multiply with weights that were made at another time."""
+
+
+def check_quantization(
+    options: Quantization, transformer: Mapping[str, Any], etp: int, megatron: Mapping[str, Any]
+) -> None:
+    """UserError where blocks do not fit the experts of an architecture (families.Architecture.transformer), where `etp`
+    ranks would cut one, or where the table `megatron` would have the layers use other weights."""
     if options.experts == "none":
         return
+    for key in _OTHER_WEIGHTS:
+        if megatron.get(key) not in (None, False, "none"):
+            raise UserError(
+                f"megatron.{key}={megatron[key]!r} does not go with quantization.experts={options.experts}, whose "
+                "values are made anew in each step; remove one of the two"
+            )
     if not transformer.get("num_moe_experts"):
         raise UserError("quantization.experts: the student has no routed experts; set quantization.experts=none")
     hidden, intermediate = transformer["hidden_size"], transformer["moe_ffn_hidden_size"]

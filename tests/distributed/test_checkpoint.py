@@ -71,10 +71,13 @@ def assert_same_weights(got: Path, want: Path) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.parametrize("experts", ["none", "mxfp4"])
 @pytest.mark.parametrize("case", CASES)
-def test_resume_is_bitwise(case: str, ranks: Pools, other_ranks: Pools, model: Path, tmp_path: Path) -> None:
+def test_resume_is_bitwise(
+    case: str, experts: str, ranks: Pools, other_ranks: Pools, model: Path, tmp_path: Path
+) -> None:
     size, megatron = CASES[case]
-    config = config_of(model, {**SCHEDULE, **megatron})
+    config = config_of(model, {**SCHEDULE, **megatron}, quantization={"experts": experts, "report_every_steps": 1})
     whole = ranks(size)(train, config, tmp_path / "whole", None, 2)[0]
     saved = tmp_path / "checkpoints" / "step_00000002"
     resumed = other_ranks(size)(train, config, tmp_path / "resumed", saved, None)[0]

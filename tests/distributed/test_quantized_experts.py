@@ -93,6 +93,39 @@ def test_layouts_agree(ranks: Pools, model: Path, tmp_path: Path) -> None:
         assert found["metrics"].quantization.error_of_layer.keys() == {0, 2, 3}
 
 
+def measured(config: Config) -> tuple[Any, np.ndarray]:
+    learner, batch = start(config), batch_of()
+    return learner.update(batch).quantization, learner.logprobs(batch)
+
+
+def test_late_weights_and_recomputation_change_nothing(ranks: Pools, model: Path) -> None:
+    """Weights that are gathered only when the next forward pass needs them, and a forward pass that is run again."""
+    plain, late, again = (
+        ranks(2)(measured, config_of(model, {"lr": 1e-2, **options}, quantization=MXFP4))[0]
+        for options in (
+            {},
+            {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        )
+    )
+    assert late[0] == plain[0] == again[0]
+    assert 0 < plain[0].changed < 1
+    np.testing.assert_array_equal(late[1], plain[1])
+    np.testing.assert_array_equal(again[1], plain[1])
+
+
+def test_a_layer_that_is_not_asked_for_its_weight_is_noticed(ranks: Pools, model: Path) -> None:
+    with pytest.raises(AssertionError, match="was multiplied without being quantized"):
+        ranks(1)(update_with_one_layer_left, config_of(model, {}, quantization={"experts": "mxfp4"}))
+
+
+def update_with_one_layer_left(config: Config) -> None:
+    learner = start(config)
+    experts = learner.models[0].decoder.layers[2].mlp.experts  # pyright: ignore
+    del experts.local_experts[3].linear_fc2._forward_impl
+    learner.update(batch_of())
+
+
 def on_grid(folder: Path, out: Path) -> None:
     import shutil
 

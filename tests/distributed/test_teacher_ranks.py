@@ -176,12 +176,21 @@ def update_and_save(config: Config, folder: Path) -> None:
     learner.export(folder / "hf")
 
 
-@pytest.mark.parametrize(("saved_at", "served_at"), [("TP2xEP2", "PP2xVPP2"), ("PP2xVPP2", "TP2+ETP2"), ("EP2", "CP2")])
+@pytest.mark.parametrize(
+    ("saved_at", "served_at", "experts"),
+    [
+        ("TP2xEP2", "PP2xVPP2", "none"),
+        ("PP2xVPP2", "TP2+ETP2", "none"),
+        ("EP2", "CP2", "none"),
+        ("TP2xEP2", "PP2", "mxfp4"),
+    ],
+)
 def test_a_megatron_checkpoint_of_another_layout_equals_its_folder(
-    saved_at: str, served_at: str, ranks: Pools, folders: dict[str, Path], tmp_path: Path
+    saved_at: str, served_at: str, experts: str, ranks: Pools, folders: dict[str, Path], tmp_path: Path
 ) -> None:
+    """Also one that was trained with quantized experts, whose weights are served on the grid."""
     size, megatron = LAYOUTS[saved_at]
-    ranks(size)(update_and_save, config_of(folders["a"], megatron), tmp_path)
+    ranks(size)(update_and_save, config_of(folders["a"], megatron, quantization={"experts": experts}), tmp_path)
     size, megatron = LAYOUTS[served_at]
     served = {"folder": tmp_path / "hf", "checkpoint": folders["a"], "before": folders["a"]}
     config = service_config(served, megatron, checkpoints={"checkpoint": tmp_path / "step_00000001"})

@@ -40,7 +40,7 @@ def test_routed_experts_and_nothing_else(name: str, quantized: bool) -> None:
 
 @pytest.mark.parametrize("etp", [1, 3])
 def test_what_fits_is_accepted(etp: int) -> None:
-    check_quantization(MXFP4, FITTING, etp)
+    check_quantization(MXFP4, FITTING, etp, {})
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,15 @@ def test_what_fits_is_accepted(etp: int) -> None:
 )
 def test_what_does_not_fit_is_refused(changed: dict[str, Any], etp: int, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_quantization(MXFP4, {**FITTING, **changed}, etp)
-    check_quantization(Quantization(), {**FITTING, **changed}, etp)
+        check_quantization(MXFP4, {**FITTING, **changed}, etp, {})
+    check_quantization(Quantization(), {**FITTING, **changed}, etp, {})
+
+
+@pytest.mark.parametrize("key", ["fp8_param", "cuda_graph_impl", "enable_cuda_graph"])
+def test_options_that_keep_weights_of_another_time_are_refused(key: str) -> None:
+    with pytest.raises(UserError, match=f"megatron.{key}='local' does not go with quantization.experts=mxfp4"):
+        check_quantization(MXFP4, FITTING, 1, {key: "local"})
+    check_quantization(MXFP4, FITTING, 1, {key: False})
 
 
 def test_a_packed_checkpoint_is_refused_with_the_way_out() -> None:
