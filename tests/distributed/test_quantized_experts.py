@@ -121,7 +121,8 @@ def test_a_layer_that_is_not_asked_for_its_weight_is_noticed(ranks: Pools, model
 
 def update_with_one_layer_left(config: Config) -> None:
     learner = start(config)
-    experts = learner.models[0].decoder.layers[2].mlp.experts  # pyright: ignore
+    layers: Any = learner.models[0].decoder.layers
+    experts = layers[2].mlp.experts
     del experts.local_experts[3].linear_fc2._forward_impl
     learner.update(batch_of())
 
