@@ -2,7 +2,7 @@
 
     python tests/head_checks.py [cuda|cpu]      each by name; exit code 1 where one fails
 
-tests/gpu/test_head.py runs the same under pytest.
+tests/gpu/test_head_kernel.py runs the same under pytest.
 """
 
 from __future__ import annotations

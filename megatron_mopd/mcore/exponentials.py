@@ -2,7 +2,7 @@
 is at hand: exponentials_gpu.py on a GPU, exponentials.c on a CPU if there was a C compiler when this package was
 installed.
 
-Promises (tests/parity/test_exponentials.py, tests/gpu/test_head.py): the same sums and the same E, but for
+Promises (tests/parity/test_exponentials.py, tests/gpu/test_head_kernel.py): the same sums and the same E, but for
 rounding, whichever it is.
 """
 

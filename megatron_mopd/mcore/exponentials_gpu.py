@@ -3,7 +3,7 @@
 As separate operations it reads and writes the logits about ten times, which takes a third of the time of the products.
 The kernel reads them once and writes E.
 
-Promises (tests/gpu/test_head.py, which needs a GPU): the same sums and the same E as `add_exponentials`.
+Promises (tests/gpu/test_head_kernel.py, which needs a GPU): the same sums and the same E as `add_exponentials`.
 """
 
 from __future__ import annotations

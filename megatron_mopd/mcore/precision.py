@@ -6,7 +6,7 @@ multiplied in bfloat16 with weights that have MXFP4 values, as servers do that h
 kept out of any recipe.
 
 What is tested where: what we pass and what we refuse, without a GPU, tests/unit/test_precision.py; that a grouped layer
-of Transformer Engine multiplies with these weights and hands back their gradient, tests/gpu/test_quantized_experts.py.
+of Transformer Engine multiplies with these weights and hands back their gradient, tests/gpu/test_grouped_experts.py.
 """
 
 from __future__ import annotations
