@@ -14,7 +14,7 @@ Special blocks: amax = 0 has scale byte 0, and zeros keep their signs. Below the
 elements are multiples of 2^-128. An infinity counts as 2^128 (byte 253; with rceil 254) and comes back as infinity, as
 does what `even` rounds to 2^128. A NaN makes its block NaN: scale byte 255, elements 0.
 
-Promises (tests/unit/test_mxfp4.py): the bytes of compressed-tensors (even) and torchao (each rule); fake_quantize
+Promises (tests/oracles/test_mxfp4.py): the bytes of compressed-tensors (even) and torchao (each rule); fake_quantize
 equals decode_mxfp4(encode_mxfp4(w)) bit for bit; quantizing again changes no value, under any rule. On a CPU
 mxfp4_compiled.py does the same in one pass.
 Shape suffixes: N = blocks, B = the 32 elements of one.

@@ -5,7 +5,7 @@
 
 Elements are rounded to nearest, ties to even. FP8: a scale of zeros is 1; what is not finite makes its tile NaN.
 Special blocks of MXFP8 are as in formats.py, except that all elements of a NaN block are NaN.
-Promises (tests/unit/test_fp8.py): bytes of torchao (MXFP8); errors of at most half a step; tiles need not divide the
+Promises (tests/oracles/test_fp8.py): bytes of torchao (MXFP8); errors of at most half a step; tiles need not divide the
 tensor.
 """
 
