@@ -77,5 +77,6 @@ $(DEMO): setup.py $(CONSTRAINTS) | $(BIN)/python
 $(DEV): setup.py $(CONSTRAINTS) | $(BIN)/python
 	@echo "installing into $(VENV), with what the tests and checks need"
 	@$(INSTALL) -e '.[embedded,wandb,parquet,dev]'
-	@$(INSTALL) --upgrade --no-deps --target $(ORACLES) torchao
+	@# Compiled here: when tests import it, its invalid escape sequences would be errors.
+	@$(filter-out --no-compile,$(INSTALL)) --upgrade --no-deps --target $(ORACLES) torchao
 	@touch $(DEMO) $@
