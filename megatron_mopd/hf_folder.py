@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,9 @@ from megatron_mopd.errors import UserError
 
 MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file; the format's own limit."""
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""Endings of what holds weights, or says where they are."""
 UMASK = os.umask(0o077)
 os.umask(UMASK)  # there is no other way to ask
 
@@ -18,6 +22,13 @@ os.umask(UMASK)  # there is no other way to ask
 def let_others_read(file: Path) -> None:
     """safetensors makes its files for their owner alone; servers and teachers' users may be others."""
     file.chmod(0o666 & ~UMASK)
+
+
+def copy_all_but_weights(source: Path, target: Path) -> None:
+    """Config, tokenizer and templates."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHT_FILES):
+            shutil.copyfile(file, target / file.name)
 
 
 def read_hf_config(folder: Path, key: str = "checkpoint") -> dict[str, Any]:
@@ -115,7 +126,7 @@ def _tensors_of(file: Path, key: str) -> list[StoredTensor]:
 
 
 def _shards(folder: Path, key: str) -> list[str]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX_FILE
     if not index.is_file():
         return ["model.safetensors"]
     content = _read_json(index, key)

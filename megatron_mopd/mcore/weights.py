@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.hf_folder import let_others_read, read_hf_config
+from megatron_mopd.hf_folder import INDEX_FILE, copy_all_but_weights, let_others_read, read_hf_config
 from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.parallel import on_rank_zero
 from megatron_mopd.mcore.parameters import Parameter, geometry_of, parameters_of
@@ -34,10 +34,8 @@ from megatron_mopd.quantization.policy import refuse_packed
 # isort: split
 from megatron.core.models.gpt import GPTModel
 
-INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
 """A shard file is closed once it holds this much."""
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def load_hf(models: Sequence[GPTModel], folder: Path) -> None:
@@ -154,7 +152,7 @@ def export_hf(
     def complete() -> None:
         assert of_ranks is not None
         _write_index(partial, of_ranks)
-        _copy_all_but_weights(source_folder, partial)
+        copy_all_but_weights(source_folder, partial)
         _replace(partial, out_folder)
 
     on_rank_zero(complete)
@@ -198,12 +196,6 @@ def _write_index(folder: Path, of_ranks: Sequence[tuple[dict[str, str], int]]) -
     assert len(weight_map) == sum(len(file_of) for file_of, _ in of_ranks), "two ranks wrote one tensor"
     index = {"metadata": {"total_size": sum(b for _, b in of_ranks)}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
-
-
-def _copy_all_but_weights(source: Path, target: Path) -> None:
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
-            shutil.copyfile(file, target / file.name)
 
 
 def _replace(partial: Path, folder: Path) -> None:

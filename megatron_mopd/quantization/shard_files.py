@@ -18,10 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.hf_folder import StoredTensor, let_others_read, read_hf_config, read_tensors
-
-INDEX_FILE = "model.safetensors.index.json"
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+from megatron_mopd.hf_folder import (
+    INDEX_FILE,
+    StoredTensor,
+    copy_all_but_weights,
+    let_others_read,
+    read_hf_config,
+    read_tensors,
+)
 
 
 class HfFolder:
@@ -88,9 +92,7 @@ class ShardWriter:
         """Config, tokenizer and templates; then the folder takes its place."""
         self._flush()
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(self.file_of.items()))}
-        for file in sorted(source.iterdir()):
-            if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
-                shutil.copyfile(file, self.partial / file.name)
+        copy_all_but_weights(source, self.partial)
         (self.partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
         (self.partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.partial.rename(self.out)
