@@ -207,9 +207,9 @@ def test_difficulty_is_the_number_of_steps():
 
 def test_stages_are_overlays_that_change_only_what_they_must():
     sft = load_config([HERE / "mopd.yaml", HERE / "sft.yaml"])
-    level = load_config([HERE / "mopd.yaml", HERE / "rl.yaml", HERE / "agents.yaml"])
+    level = load_config([HERE / "mopd.yaml", HERE / "rl.yaml"])
     assert (sft.objective.name, level.objective.name, CONFIG.objective.name) == ("sft", "grpo", "mopd")
     assert sft.budgets.tau == level.budgets.tau == CONFIG.budgets.tau
     assert sft.prompts.eval_files == level.prompts.eval_files == CONFIG.prompts.eval_files
     assert not {*CONFIG.prompts.files, *sft.demonstrations.files} & set(CONFIG.prompts.eval_files)
-    assert (level.prompts.effort_variable, level.objective.beta) == (None, 0.1)
+    assert (level.prompts.effort_variable, level.objective.beta) == (None, 0.2)
