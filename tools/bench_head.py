@@ -37,6 +37,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from megatron_mopd.errors import UserError
+from megatron_mopd.mcore.vocab_slice import block_of, chunk_of
 
 SHAPES = ("1024,1024,32768", "1024,1024,151936", "4096,512,32768")
 SMALL = (256, 512, 16384)
@@ -62,7 +63,9 @@ def problem(T: int, D: int, V: int, chunk: int, block: int, num_competing: int =
     v = V // size
     teacher_T = -3 * torch.rand(T, generator=g, device=DEVICE)
     mine_vD = weight_VD[rank * v : (rank + 1) * v].clone()
-    return Problem(hidden_TD, mine_vD, target_T, teacher_T, rank * v, group, min(chunk, T), block), weight_VD
+    chunk = min(chunk, T) if chunk else chunk_of(T, v, mine_vD.element_size(), DEVICE)
+    block = block or block_of(chunk, v, DEVICE)
+    return Problem(hidden_TD, mine_vD, target_T, teacher_T, rank * v, group, chunk, block), weight_VD
 
 
 def measure(shape: str, methods: list[str], rounds: int, chunk: int, block: int) -> list[Row]:
@@ -199,8 +202,8 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True, help="measure them too")
     parser.add_argument("--parts", action="store_true", help="where the time of ours goes instead (on a CPU)")
-    parser.add_argument("--chunk", type=int, default=4096 if HAS_GPU else 1024)
-    parser.add_argument("--block", type=int, default=1 << 15 if HAS_GPU else 256)
+    parser.add_argument("--chunk", type=int, default=0, help="tokens at a time; 0: as in training")
+    parser.add_argument("--block", type=int, default=0, help="columns at a time; 0: as in training")
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     parsed = parser.parse_args()
     if not HAS_GPU:

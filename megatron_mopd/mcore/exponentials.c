@@ -69,11 +69,11 @@ static inline void round_to_bfloat16(const float *x, int32_t size, uint16_t *out
     }
 }
 
-/* logits [c, b] and e [c, b] with a stride between rows; reference and column [c]; sums [3, c].
+/* logits [c, b], e [c, b] and sums [3, c] with a stride between rows; reference and column [c].
  * `bytes` of a number of e: 2, 4, or 0 for none. */
 FOR_EACH_PROCESSOR void add_exponentials(
     const float *logits, int64_t stride, int64_t c, int64_t b, const float *reference, const int64_t *column,
-    float temperature, float limit, float *sums, void *e, int64_t e_stride, int bytes) {
+    float temperature, float limit, float *sums, int64_t sums_stride, void *e, int64_t e_stride, int bytes) {
     float x[STRIP];
     for (int64_t i = 0; i < c; i++) {
         float of_row[3] = {0, 0, 0};
@@ -85,6 +85,6 @@ FOR_EACH_PROCESSOR void add_exponentials(
             if (bytes == 2) round_to_bfloat16(x, size, (uint16_t *)e + i * e_stride + start);
             if (bytes == 4) memcpy((float *)e + i * e_stride + start, x, (size_t)size * 4);
         }
-        for (int k = 0; k < 3; k++) sums[k * c + i] += of_row[k];
+        for (int k = 0; k < 3; k++) sums[k * sums_stride + i] += of_row[k];
     }
 }

@@ -50,7 +50,7 @@ def compiled() -> Any | None:
         return None
     kernel = ctypes.CDLL(spec.origin).add_exponentials
     i, f, p = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-    kernel.argtypes, kernel.restype = (p, i, i, i, p, p, f, f, p, p, i, ctypes.c_int), None
+    kernel.argtypes, kernel.restype = (p, i, i, i, p, p, f, f, p, i, p, i, ctypes.c_int), None
     return kernel
 
 
@@ -71,10 +71,11 @@ def _call(
     assert b <= 1 or logits_cb.stride(1) == 1
     assert e_cb is None or (e_cb.shape == (c, b) and (b <= 1 or e_cb.stride(1) == 1))
     assert sums_3c.shape == (3, c)
-    assert sums_3c.is_contiguous()
+    assert c <= 1 or sums_3c.stride(1) == 1
     kernel(
         *(logits_cb.data_ptr(), logits_cb.stride(0), c, b),
-        *(reference_c.data_ptr(), column_c.data_ptr(), temperature, logprob_head.LIMIT, sums_3c.data_ptr()),
+        *(reference_c.data_ptr(), column_c.data_ptr(), temperature, logprob_head.LIMIT),
+        *(sums_3c.data_ptr(), sums_3c.stride(0)),
         *((None, 0) if e_cb is None else (e_cb.data_ptr(), e_cb.stride(0))),
         bytes_of_e,
     )

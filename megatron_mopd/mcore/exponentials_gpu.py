@@ -29,13 +29,13 @@ def add_exponentials(
     """See objectives/logprob_head.py. The logits are left as they are."""
     c, b = logits_cb.shape
     assert logits_cb.stride(1) == 1
-    assert sums_3c.stride() == (c, 1)
+    assert sums_3c.stride(1) == 1
     assert e_cb is None or e_cb.stride(1) == 1
     out = logits_cb if e_cb is None else e_cb
     if c and b:
         _add_exponentials[(c,)](  # pyright: ignore[reportIndexIssue]  (jit makes a launcher of it)
             *(logits_cb, reference_c, column_c, sums_3c, out),
-            *(b, c, logits_cb.stride(0), out.stride(0), temperature, 1.0 / temperature),
+            *(b, logits_cb.stride(0), sums_3c.stride(0), out.stride(0), temperature, 1.0 / temperature),
             limit=LIMIT,
             stores=e_cb is not None,
             width=_WIDTH,
@@ -51,8 +51,8 @@ def _add_exponentials(
     sums,
     e,
     b,
-    c,
     logits_stride,
+    sums_stride,
     e_stride,
     temperature,
     inverse,
@@ -80,5 +80,5 @@ def _add_exponentials(
         if stores:
             tl.store(e + row * e_stride + at, x.to(e.dtype.element_ty), mask=exists)
     tl.store(sums + row, tl.load(sums + row) + tl.sum(s))
-    tl.store(sums + c + row, tl.load(sums + c + row) + tl.sum(u))
-    tl.store(sums + 2 * c + row, tl.load(sums + 2 * c + row) + tl.sum(q))
+    tl.store(sums + sums_stride + row, tl.load(sums + sums_stride + row) + tl.sum(u))
+    tl.store(sums + 2 * sums_stride + row, tl.load(sums + 2 * sums_stride + row) + tl.sum(q))

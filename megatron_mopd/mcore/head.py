@@ -10,8 +10,8 @@ the sum of the last column: at the first token, with 0 for the others.
 
 Promises (law 12): logits are accumulated in float32 from the model's own dtype, divided by the sampling temperature,
 over exactly the first `vocab_size` tokens; a teacher's from its hidden states likewise. Beyond the gradients, memory is
-about `SCRATCH_BYTES`, and does not grow with the number of tokens; a frozen layer costs no product for its gradient
-(tests/parity/test_logprob_head.py, test_logprob_head_cost.py).
+about SCRATCH_BYTES of vocab_slice.py, and does not grow with the number of tokens; a frozen layer costs no product for
+its gradient (tests/parity/test_logprob_head.py, test_logprob_head_cost.py).
 
 Shape suffixes: T packed tokens, t this rank's slice of them under sequence parallelism, S those that are scored, P this
 rank's vocabulary with padding, v without, D width.
@@ -32,7 +32,7 @@ from megatron_mopd.mcore import device
 from megatron_mopd.mcore.divergence_pass import BYTES_OF_LOGIT, TeacherRows, divergence_pass
 from megatron_mopd.mcore.one_pass import Coefficients, Gradients, one_pass
 from megatron_mopd.mcore.token_chunks import TokenChunks
-from megatron_mopd.mcore.vocab_slice import VocabSlice
+from megatron_mopd.mcore.vocab_slice import VocabSlice, block_of, chunk_of
 from megatron_mopd.objectives.distribution import Divergence
 
 # isort: split
@@ -43,15 +43,8 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-SCRATCH_BYTES = 1 << 30 if device.HAS_GPU else 1 << 28
-"""Of what a chunk of tokens times this rank's vocabulary takes in training. Large, because each chunk reads and writes
-the weight's whole gradient."""
-
 SCORED_TOKENS = 1 << 13 if device.HAS_GPU else 1 << 10
 """Of a chunk of a scoring pass, which keeps nothing of that size."""
-
-BLOCK = 1 << 27 if device.HAS_GPU else 1 << 19
-"""Logits of a chunk that exist at once, in float32; never more than a quarter of all."""
 
 
 class LogprobHead(ColumnParallelLinear):
@@ -142,7 +135,7 @@ class LogprobHead(ColumnParallelLinear):
         return torch.cat([columns, hidden_TD.float()], dim=-1) if with_hidden else columns
 
     def _train(self, target_T: Tensor, coefficients: Coefficients, hidden_t1D: Tensor, weight_PD: Tensor) -> Tensor:
-        chunk = self._chunk(len(target_T), weight_PD.element_size())
+        chunk = self._chunk(len(target_T), weight_PD.element_size(), weight_PD)
         tokens = TokenChunks(hidden_t1D.detach().squeeze(1), chunk, _group_of(self), self.sequence_parallel)
         layer, is_frozen = self._slice(weight_PD, chunk), not weight_PD.requires_grad
         scored, coefficient_T, gradients = one_pass(layer, tokens, target_T, coefficients, is_frozen)
@@ -159,7 +152,7 @@ class LogprobHead(ColumnParallelLinear):
         weight_PD: Tensor,
     ) -> Tensor:
         hidden_TD = self._whole(hidden_t1D)
-        chunk = self._chunk(len(target_T), BYTES_OF_LOGIT)
+        chunk = self._chunk(len(target_T), BYTES_OF_LOGIT, weight_PD)
         layer = self._slice(weight_PD, chunk)
         scored, loss, gradients = divergence_pass(
             *(layer, hidden_TD.detach(), target_T, coefficients, divergence, teachers, chunk),
@@ -175,13 +168,13 @@ class LogprobHead(ColumnParallelLinear):
             return gather_from_sequence_parallel_region(hidden_t1D, True, group=self.tp_group).squeeze(1)
         return copy_to_tensor_model_parallel_region(hidden_t1D, group=self.tp_group).squeeze(1)
 
-    def _chunk(self, num_tokens: int, bytes_of_logit: int) -> int:
-        """The tokens of a chunk that fills the scratch memory. Ranks differ in v, but cut alike."""
-        return max(1, min(num_tokens, SCRATCH_BYTES // (bytes_of_logit * self.output_size_per_partition)))
+    def _chunk(self, num_tokens: int, bytes_of_logit: int, weight_PD: Tensor) -> int:
+        """Ranks differ in v, but cut alike."""
+        return chunk_of(num_tokens, self.output_size_per_partition, bytes_of_logit, weight_PD.device)
 
     def _slice(self, weight_PD: Tensor, chunk: int) -> VocabSlice:
         weight_vD = weight_PD.detach()[: len(self.vocabulary)]
-        block = max(64, min(BLOCK // max(1, chunk), -(-self.output_size_per_partition // 4)))
+        block = block_of(chunk, self.output_size_per_partition, weight_PD.device)
         return VocabSlice(weight_vD, self.vocabulary.start, self.temperature, _group_of(self), block)
 
 

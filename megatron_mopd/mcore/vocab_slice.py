@@ -31,6 +31,27 @@ from megatron_mopd.objectives.logprob_head import (
     target_logprobs,
 )
 
+SCRATCH_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+"""Of what a chunk of tokens times this rank's vocabulary takes in training. Large, because each chunk reads and writes
+the weight's whole gradient."""
+
+LOGITS = {"cuda": 1 << 27, "cpu": 1 << 19}
+"""Tokens times columns that exist at once, in float32: so many that a product is worth its call, on a CPU so few that
+they stay in its cache."""
+
+COLUMNS = 1 << 9
+"""Of them at least: narrower products are slower."""
+
+
+def chunk_of(num_tokens: int, num_columns: int, bytes_of_logit: int, device: torch.device) -> int:
+    """The tokens of a chunk that fills the scratch memory."""
+    return max(1, min(num_tokens, SCRATCH_BYTES[device.type] // (bytes_of_logit * num_columns)))
+
+
+def block_of(chunk: int, num_columns: int, device: torch.device) -> int:
+    """The columns whose logits exist at once: what there is room for beside a chunk's tokens, a quarter at most."""
+    return max(64, min(max(COLUMNS, LOGITS[device.type] // max(1, chunk)), -(-num_columns // 4)))
+
 
 class VocabSlice:
     """`weight_vD` are the rows of the tokens from `vocab_start` on; those of other tokens are at other ranks of
@@ -39,7 +60,7 @@ class VocabSlice:
     def __init__(
         self, weight_vD: Tensor, vocab_start: int, temperature: float, group: dist.ProcessGroup | None, block: int
     ) -> None:
-        """`block` is the number of columns whose logits exist at once."""
+        """`block` is the number of columns whose logits exist at once, of as many tokens as LOGITS has room for."""
         self.weight_vD, self.vocab_start, self.temperature = weight_vD, vocab_start, temperature
         self.group = group if group is not None and group.size() > 1 else None
         self.block, v = block, len(weight_vD)
@@ -81,25 +102,26 @@ class VocabSlice:
     def sums(self, hidden_cD: Tensor, targets: Targets, e_cv: Tensor | None = None) -> Tensor:
         """S, U, Q [3, c] of this rank's columns, and E itself into `e_cv`."""
         sums_3c = torch.zeros(3, len(hidden_cD), dtype=torch.float32, device=hidden_cD.device)
-        for columns, logits_cb in self._logits(hidden_cD):
-            column_c, e_cb = targets.column_T - columns.start, None if e_cv is None else e_cv[:, columns]
-            add_exponentials(logits_cb, targets.reference_T, column_c, self.temperature, sums_3c, e_cb)
+        for rows, columns, logits_cb in self._logits(hidden_cD):
+            some, e_cb = targets.at(rows), None if e_cv is None else e_cv[rows, columns]
+            column_c = some.column_T - columns.start
+            add_exponentials(logits_cb, some.reference_T, column_c, self.temperature, sums_3c[:, rows], e_cb)
         return sums_3c
 
     def largest(self, hidden_SD: Tensor, chunk: int) -> Tensor:
         """The largest logit of each row divided by the temperature, [S]. One all-reduce."""
         largest_S = torch.full(hidden_SD.shape[:1], -torch.inf, dtype=torch.float32, device=hidden_SD.device)
         for largest_c, hidden_cD in zip(largest_S.split(chunk), hidden_SD.split(chunk), strict=True):
-            for _, logits_cb in self._logits(hidden_cD):
-                torch.maximum(largest_c, logits_cb.amax(-1), out=largest_c)
+            for rows, _, logits_cb in self._logits(hidden_cD):
+                torch.maximum(largest_c[rows], logits_cb.amax(-1), out=largest_c[rows])
         all_reduce(largest_S, dist.ReduceOp.MAX, self.group)
         return largest_S / self.temperature
 
     def logits(self, hidden_cD: Tensor) -> Tensor:
         """All of this rank's [c, v], divided by the temperature."""
         logits_cv = torch.empty(len(hidden_cD), len(self.weight_vD), dtype=torch.float32, device=hidden_cD.device)
-        for columns, logits_cb in self._logits(hidden_cD):
-            logits_cv[:, columns] = logits_cb
+        for rows, columns, logits_cb in self._logits(hidden_cD):
+            logits_cv[rows, columns] = logits_cb
         return logits_cv if self.temperature == 1.0 else logits_cv.div_(self.temperature)
 
     def _all_sums(self, hidden_TD: Tensor, targets: Targets, chunk: int) -> Tensor:
@@ -108,12 +130,13 @@ class VocabSlice:
         all_reduce(sums_3T, dist.ReduceOp.SUM, self.group)
         return sums_3T
 
-    def _logits(self, hidden_cD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Block by block, in one buffer."""
-        buffer = None
-        for columns in self.blocks:
-            shape = len(hidden_cD), columns.stop - columns.start
-            if buffer is None or buffer.shape != shape:
-                buffer = torch.empty(shape, dtype=torch.float32, device=hidden_cD.device)
-            product(hidden_cD, self.weight_vD[columns].t(), buffer)
-            yield columns, buffer
+    def _logits(self, hidden_cD: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Block by block of tokens and columns, in one buffer."""
+        c, most = len(hidden_cD), max(1, LOGITS[hidden_cD.device.type] // self.block)
+        buffer = torch.empty(min(c, most) * self.block, dtype=torch.float32, device=hidden_cD.device)
+        for rows in (slice(start, min(start + most, c)) for start in range(0, c, most)):
+            for columns in self.blocks:
+                shape = rows.stop - rows.start, columns.stop - columns.start
+                logits_cb = buffer[: shape[0] * shape[1]].view(shape)
+                product(hidden_cD[rows], self.weight_vD[columns].t(), logits_cb)
+                yield rows, columns, logits_cb

@@ -70,7 +70,7 @@ class Targets(NamedTuple):
     offset_T: Tensor
     """The target's logit minus the reference, at most 0."""
 
-    def at(self, index: Tensor) -> Targets:
+    def at(self, index: Tensor | slice) -> Targets:
         return Targets(self.column_T[index], self.reference_T[index], self.offset_T[index])
 
     def referring_to(self, largest_T: Tensor) -> Targets:
