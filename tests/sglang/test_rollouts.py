@@ -278,7 +278,7 @@ def test_the_checkpoint_is_not_taken_for_weights_that_were_trained(
 ) -> None:
     """A gate has sampled the student's checkpoint, and the server is kept: it has not got step 0 of the trainer, nor is
     step 0 by one rule that by another."""
-    tree = student.config.model_dump() | {"quantization": quantization}
+    tree: dict[str, Any] = student.config.model_dump() | {"quantization": quantization}
     tree["sglang"]["student"] |= {"urls": [student.url]}
     config = Config.model_validate(tree)
     other = config.model_copy(update={"quantization": Quantization(experts="mxfp4", rule="rceil")})
