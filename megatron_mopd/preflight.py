@@ -15,6 +15,7 @@ from megatron_mopd.config import Config, check_domains
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import check_weight_files, read_hf_config, read_token_map
 from megatron_mopd.mcore.families import family_of
+from megatron_mopd.mcore.gpu_options import check_here
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.options import (
     MegatronTable,
@@ -47,6 +48,7 @@ def preflight(config: Config, world_size: int) -> str:
     check_run_folder(config.run.folder)
     table = split_megatron_table(config.megatron)
     check_optimizer_options(table)
+    check_here(config.megatron)
     check_schedule(table, config.run.num_steps)
     layout = Layout.from_table(config.megatron)
     layout.check(hf_config, world_size)
@@ -121,9 +123,12 @@ def check_teachers(config: Config) -> list[str]:
         key = f"teachers.models.{i} ({teacher.name})"
         said.append(check_same_language(config.student.checkpoint, teacher.checkpoint, key))
         check_weight_files(teacher.checkpoint, key)
+        backend = teacher.backend or config.teachers.backend
         if teacher.megatron_checkpoint is None:
+            if backend != "sglang":
+                refuse_packed(teacher.checkpoint, read_hf_config(teacher.checkpoint, key), key, f"backend {backend}")
             continue
-        if (backend := teacher.backend or config.teachers.backend) != "megatron":
+        if backend != "megatron":
             raise UserError(
                 f"{key}: the {backend} backend reads no megatron_checkpoint; set backend: megatron, or export its "
                 "weights to a Hugging Face folder"
@@ -146,6 +151,9 @@ def check_sampled_teachers(config: Config) -> None:
             f"{in_megatron[0].megatron_checkpoint}; name a folder with its weights as checkpoint, without "
             "megatron_checkpoint"
         )
+    for teacher in config.teachers.models:
+        key = f"teacher {teacher.name}"
+        refuse_packed(teacher.checkpoint, read_hf_config(teacher.checkpoint, key), key, "an engine that samples many")
 
 
 def check_objective(config: Config, hf_config: Mapping[str, Any]) -> None:

@@ -87,6 +87,15 @@ class QuantizationMetrics:
     """Share of weights at the largest number."""
 
 
+class WeightBytes(NamedTuple):
+    """Of one copy of the weights."""
+
+    sent: int
+    """As the rollout engine is given it."""
+    packed: int
+    """With the experts that are quantized in MXFP4 as codes and scales."""
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """The outcome of one `Learner.update`, the same on every rank. `step` counts from 1."""
@@ -106,6 +115,7 @@ class StepMetrics:
     """Log-probs of someone else were in the batch."""
     quantization: QuantizationMetrics | None = None
     """None where nothing is quantized, and where it was not measured at this step."""
+    weight_bytes: WeightBytes | None = None
 
     @property
     def loss_tokens(self) -> int:

@@ -21,6 +21,8 @@ from transformers.utils import logging
 
 from megatron_mopd.embedded.cache import ColumnCache
 from megatron_mopd.errors import UserError
+from megatron_mopd.hf_folder import read_hf_config
+from megatron_mopd.quantization.policy import refuse_packed
 
 # The bar would be drawn over the live display, once per training step.
 logging.disable_progress_bar()
@@ -32,6 +34,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     Raises UserError if `folder` is not a Hugging Face folder with safetensors weights that fit its config.
     """
     _check_is_checkpoint(folder)
+    refuse_packed(folder, read_hf_config(folder), "checkpoint", "the embedded engine")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

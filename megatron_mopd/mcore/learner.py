@@ -41,6 +41,7 @@ from megatron_mopd.mcore.optimizer import build_optimizer, wrap
 from megatron_mopd.mcore.options import check_optimizer_options, check_router_replay, split_megatron_table
 from megatron_mopd.mcore.quantized_experts import QuantizedExperts
 from megatron_mopd.mcore.router_replay import Agreement, Observer, RouterReplay
+from megatron_mopd.mcore.stream import HfStream
 from megatron_mopd.mcore.teacher_heads import TeacherHeads
 from megatron_mopd.objectives.balance import batch_weights
 from megatron_mopd.objectives.build import build_objective
@@ -84,6 +85,8 @@ class Learner:
         self.experts = QuantizedExperts(self.models, config.quantization)
         self.chunks = wrap(self.models, self._table)
         self.load_hf(config.student.checkpoint)
+        stream = HfStream(self.models, config.student.checkpoint)
+        self._weight_bytes = stream.num_bytes(config.quantization.experts != "none")
 
     def load_hf(self, folder: Path) -> None:
         """Start anew from the weights of a Hugging Face folder of the same architecture: step 0, fresh optimizer."""
@@ -142,6 +145,7 @@ class Learner:
             ),
             has_teacher=self.config.objective.needs_teachers,
             quantization=quantization,
+            weight_bytes=self._weight_bytes,
         )
 
     def _measure_experts(self) -> QuantizationMetrics | None:

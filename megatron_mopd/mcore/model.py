@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import device
 from megatron_mopd.mcore.families import family_of
+from megatron_mopd.mcore.gpu_options import GPU_FIELDS, check_gpu
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.local_layers import use_local_layers
 from megatron_mopd.mcore.options import split_megatron_table
-from megatron_mopd.mcore.precision import check_precision, quant_recipe
+from megatron_mopd.mcore.precision import quant_recipe
 
 # isort: split
 from megatron.core import parallel_state
@@ -27,23 +28,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-_GPU_FIELDS = {
-    "moe_grouped_gemm": True,
-    "moe_permute_fusion": True,
-    "apply_rope_fusion": True,
-    "bias_activation_fusion": True,
-    "bias_dropout_fusion": True,
-}
-_NEEDS_GPU = (
-    *_GPU_FIELDS,
-    "masked_softmax_fusion",
-    "persist_layer_norm",
-    "gradient_accumulation_fusion",
-    "moe_router_fusion",
-    "fp8",
-    "fp4",
-    "quant_recipe",
-)
 VOCAB_MULTIPLE = 16
 """Rows of the vocabulary on a tensor-parallel rank are a multiple of this, as tensor cores like them."""
 
@@ -105,16 +89,13 @@ def _layout_fields(layout: Layout) -> dict[str, Any]:
     return fields
 
 
-def _device_fields(table: Mapping[str, Any]) -> dict[str, Any]:
-    if device.HAS_GPU:
-        if importlib.util.find_spec("transformer_engine") is None:
-            raise UserError("training on a GPU needs Transformer Engine; install transformer-engine[pytorch]")
-        check_precision(table, torch.cuda.get_device_capability())
-        return _GPU_FIELDS
-    for key in _NEEDS_GPU:
-        if table.get(key):
-            raise UserError(f"megatron.{key}={table[key]!r} needs a GPU; remove it")
-    return {"use_cpu_initialization": True, **dict.fromkeys(_GPU_FIELDS, False)}
+def _device_fields(table: dict[str, Any]) -> dict[str, Any]:
+    check_gpu(table, torch.cuda.get_device_capability() if device.HAS_GPU else None)
+    if not device.HAS_GPU:
+        return {"use_cpu_initialization": True, **dict.fromkeys(GPU_FIELDS, False)}
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise UserError("training on a GPU needs Transformer Engine; install transformer-engine[pytorch]")
+    return GPU_FIELDS
 
 
 def build_model(

@@ -10,10 +10,12 @@ of the group, and the tensors made of one parameter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,8 @@ from torch import Tensor
 
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore.parameters import Parameter, geometry_of, parameters_of
+from megatron_mopd.quantization.policy import BLOCK, is_quantized
+from megatron_mopd.step_metrics import WeightBytes
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
@@ -48,9 +52,15 @@ class HfStream:
         self._parameters = [p for p in parameters_of(models, hf_config) if p.owned]
         for parameter in self._parameters:
             self._check(parameter)
-        of_ranks: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, {_owner(p) for p in self._parameters})
-        self.owners = sorted(set().union(*of_ranks))
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, ({_owner(p) for p in self._parameters}, self._bytes_of_mine()))
+        self.owners = sorted(set().union(*(owners for owners, _ in of_ranks)))
+        self._bytes = [num_bytes for _, num_bytes in of_ranks]
+
+    def num_bytes(self, with_quantized_experts: bool) -> WeightBytes:
+        """Of all tensors."""
+        sent, packed = (sum(of_rank) for of_rank in zip(*self._bytes, strict=True))
+        return WeightBytes(sent, packed if with_quantized_experts else sent)
 
     def of(self, owner: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `owner`, on its device. Every rank must run it to its end; ranks other than the owner get
@@ -69,6 +79,18 @@ class HfStream:
             for i, parameter in enumerate(bucket):
                 full = parameter.sharding.unshard([shard[i] for shard in shards], self._geometry)
                 yield from zip(parameter.hf_names, full, strict=True)
+
+    def _bytes_of_mine(self) -> WeightBytes:
+        """Of what this rank sends."""
+        sent = packed = 0
+        for p in self._parameters:
+            if _owner(p) == dist.get_rank():
+                shapes = p.sharding.shapes(tuple(p.tensor.shape), self._geometry, p.group.size())
+                numel = sum(map(math.prod, shapes))
+                plain = numel * p.tensor.element_size()
+                sent += plain
+                packed += numel // 2 + numel // BLOCK if is_quantized(p.name) else plain
+        return WeightBytes(sent, packed)
 
     def _check(self, parameter: Parameter) -> None:
         """Before anything is sent: what is put together has the shapes that `load_hf` compared with the checkpoint."""

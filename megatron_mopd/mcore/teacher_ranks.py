@@ -10,7 +10,7 @@ depend on what was scored before or beside it; no byte of any weights changes (l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,11 +36,13 @@ from megatron_mopd.mcore.forward import (
     run_schedule,
     score_responses,
 )
+from megatron_mopd.mcore.gpu_options import check_teachers_options
 from megatron_mopd.mcore.head import LogprobHead
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.microbatch import DeviceMicroBatch, micro_batches
 from megatron_mopd.mcore.model import build_model
-from megatron_mopd.mcore.teacher_weights import TeacherWeights
+from megatron_mopd.mcore.precision import uses_recipes
+from megatron_mopd.mcore.teacher_weights import TeacherWeights, has_quantized_experts
 from megatron_mopd.scores import Scores, is_finite
 from megatron_mopd.service.arguments import common_config
 from megatron_mopd.token_rows import TokenRows
@@ -65,9 +67,10 @@ class TeacherRanks:
         self.vocab_size = family_of(hf_config).architecture(hf_config).vocab_size
         self._max_tokens = config.service.micro_batch_tokens
         with _of_the_service():
-            _check_precision(table)
+            check_teachers_options(table)
             self.layout = Layout.from_table(table)
-            self.models = build_model(table, hf_config)
+            quantized = uses_recipes(table) and any(map(has_quantized_experts, teachers))
+            self.models = build_model(table, hf_config, quantized)
         if self.models[-1].post_process:
             LogprobHead.install(self.models[-1], self.vocab_size, config.rollout.temperature)
         for model in self.models:
@@ -163,18 +166,6 @@ def max_tokens(folder: Path) -> int:
     """Of a trajectory, prompt included, that a teacher was made for."""
     hf_config = read_hf_config(folder)
     return family_of(hf_config).architecture(hf_config).max_sequence_length
-
-
-def _check_precision(table: Mapping[str, Any]) -> None:
-    """UserError for options with which a score would depend on what was scored before."""
-    if table.get("fp8") and table.get("fp8_recipe", "delayed") == "delayed":
-        raise UserError(
-            "megatron.fp8 needs a fp8_recipe that scales by the values at hand (tensorwise, blockwise, mxfp8); the "
-            "default, delayed, scales by those of earlier batches"
-        )
-    for key in ("fp8_param", "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
-        if table.get(key) not in (None, False, "none"):
-            raise UserError(f"megatron.{key}={table[key]!r} does not go with teachers that take turns; remove it")
 
 
 @contextmanager

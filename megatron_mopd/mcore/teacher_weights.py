@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.mcore import checkpoint, device, weights
 from megatron_mopd.mcore.parameters import persistent_buffers
 from megatron_mopd.mcore.quantized_experts import put_on_grid
+from megatron_mopd.quantization.formats import Rule, is_on_grid
+from megatron_mopd.quantization.packed_layouts import EXPERT
 from megatron_mopd.resume import QUANTIZATION, read_facts
 
 # isort: split
@@ -117,9 +120,8 @@ class TeacherWeights:
                 weights.load_hf(self._models, teacher.checkpoint)
             else:
                 checkpoint.load_into(self._models, teacher.megatron_checkpoint)
-                served = read_facts(teacher.megatron_checkpoint).get(QUANTIZATION, {})
-                if served.get("experts") == "mxfp4":  # it is taught as it was trained
-                    put_on_grid(self._models, served["rule"])
+                if (rule := _rule_of(teacher.megatron_checkpoint)) is not None:  # it is taught as it was trained
+                    put_on_grid(self._models, rule)
             checksums = [_checksum(tensor) for tensor in buffers]
             if self._checksums.setdefault(teacher.name, checksums) != checksums:
                 problem = "its files hold other weights than when the service started; start the service again"
@@ -134,6 +136,21 @@ class TeacherWeights:
     def _point_to(self, shard: Shard) -> None:
         for tensor, data in zip(self._tensors, shard, strict=True):
             tensor.data = data
+
+
+def has_quantized_experts(teacher: Teacher) -> bool:
+    """A Megatron checkpoint says it; the weights of a folder are on the grid of MXFP4, whoever put them there."""
+    if teacher.megatron_checkpoint is not None:
+        return _rule_of(teacher.megatron_checkpoint) is not None
+    checkpoint = weights.Checkpoint(teacher.checkpoint)
+    experts = map(checkpoint.tensor, (name for name in sorted(checkpoint.file_of) if EXPERT.fullmatch(name)))
+    first = next((weight for weight in experts if weight.any()), None)
+    return first is not None and is_on_grid(first)
+
+
+def _rule_of(megatron_checkpoint: Path) -> Rule | None:
+    served = read_facts(megatron_checkpoint).get(QUANTIZATION, {})
+    return served["rule"] if served.get("experts") == "mxfp4" else None
 
 
 def _copy(source: Shard, target: Shard) -> None:

@@ -16,20 +16,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.hf_folder import INDEX_FILE, copy_all_but_weights, let_others_read, read_hf_config
+from megatron_mopd.hf_folder import INDEX_FILE, read_hf_config
 from megatron_mopd.mcore.families import family_of
 from megatron_mopd.mcore.parallel import on_rank_zero
 from megatron_mopd.mcore.parameters import Parameter, geometry_of, parameters_of
 from megatron_mopd.mcore.sharding import Geometry
 from megatron_mopd.mcore.stream import HfStream
 from megatron_mopd.quantization.policy import refuse_packed
+from megatron_mopd.shard_files import ShardWriter, complete, make_empty, partial_of
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
@@ -140,62 +139,21 @@ def export_hf(
     that name. `value_of` a parameter is what is written of it.
     """
     source_folder, out_folder = Path(source_folder), Path(out_folder)
-    partial = out_folder.with_name(f".{out_folder.name}.partial")
-    on_rank_zero(lambda: _make_empty(partial))
-    writer = _ShardWriter(partial, shard_bytes)
+    partial = partial_of(out_folder)
+    on_rank_zero(lambda: make_empty(partial))
+    writer = ShardWriter(partial, shard_bytes, dist.get_rank())
     for name, tensor in HfStream(models, source_folder, value_of).all():
-        writer.add(name, tensor)
+        writer.add({name: tensor})
     writer.flush()
     of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((writer.file_of, writer.total_bytes), of_ranks)
+    dist.gather_object(writer.written, of_ranks)
 
-    def complete() -> None:
+    def take_place() -> None:
         assert of_ranks is not None
-        _write_index(partial, of_ranks)
-        copy_all_but_weights(source_folder, partial)
+        complete(partial, source_folder, of_ranks)
         _replace(partial, out_folder)
 
-    on_rank_zero(complete)
-
-
-class _ShardWriter:
-    def __init__(self, folder: Path, shard_bytes: int):
-        self.folder, self.shard_bytes = folder, shard_bytes
-        self.file_of: dict[str, str] = {}
-        self.total_bytes = 0
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._files = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        # A copy of its own: safetensors refuses tensors that share storage.
-        self._pending[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self._pending_bytes += tensor.nbytes
-        if self._pending_bytes >= self.shard_bytes:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self._pending:
-            return
-        file = f"model-{dist.get_rank():05d}-{self._files:05d}.safetensors"
-        save_file(self._pending, self.folder / file, metadata={"format": "pt"})
-        let_others_read(self.folder / file)
-        self.file_of |= dict.fromkeys(self._pending, file)
-        self.total_bytes += self._pending_bytes
-        self._files += 1
-        self._pending, self._pending_bytes = {}, 0
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _write_index(folder: Path, of_ranks: Sequence[tuple[dict[str, str], int]]) -> None:
-    weight_map = {name: file for file_of, _ in of_ranks for name, file in file_of.items()}
-    assert len(weight_map) == sum(len(file_of) for file_of, _ in of_ranks), "two ranks wrote one tensor"
-    index = {"metadata": {"total_size": sum(b for _, b in of_ranks)}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+    on_rank_zero(take_place)
 
 
 def _replace(partial: Path, folder: Path) -> None:

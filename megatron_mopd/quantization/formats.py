@@ -93,6 +93,12 @@ def fake_quantize(weight: Tensor, rule: Rule = "even") -> Tensor:
     return _as(weight.dtype, y_NB, scale_N1).reshape(weight.shape)
 
 
+def is_on_grid(weight: Tensor) -> bool:
+    """It has values of MXFP4 already, whichever rule has chosen them: quantizing them by any changes none."""
+    fits = weight.dtype in DTYPES and weight.dim() > 0 and weight.shape[-1] % BLOCK == 0
+    return fits and torch.equal(fake_quantize(weight), weight)
+
+
 def _as(dtype: torch.dtype, x_NB: Tensor, scale_N1: Tensor) -> Tensor:
     """With one NaN; casts make several."""
     return x_NB.to(dtype).masked_fill_(scale_N1 == NAN_BYTE, torch.nan)

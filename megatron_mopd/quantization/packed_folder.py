@@ -13,11 +13,14 @@ before OUT appears.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_mopd.errors import UserError
@@ -36,7 +39,7 @@ from megatron_mopd.quantization.packed_layouts import (
     split,
     weights_in,
 )
-from megatron_mopd.quantization.shard_files import HfFolder, ShardWriter
+from megatron_mopd.shard_files import HfFolder, ShardWriter, complete, make_empty, partial_of
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 SHARD_BYTES = 4 << 30
@@ -46,7 +49,7 @@ _RECORDED, _SEARCHED = 4, 1024
 """Tensors of a file that are recorded; blocks of each among which one is looked for that shows the order."""
 
 
-class Written(NamedTuple):
+class Converted(NamedTuple):
     """What an export or import has written."""
 
     folder: Path
@@ -61,7 +64,7 @@ class Written(NamedTuple):
 
 def export_packed(
     source: Path, out: Path, layout: str = "compressed-tensors", rule: str = "even", shard_bytes: int = SHARD_BYTES
-) -> Written:
+) -> Converted:
     """Pack the weights of routed experts; everything else is copied. Raises UserError."""
     layout, rule = _layout(layout), _rule(rule)
     folder = HfFolder(source)
@@ -71,15 +74,15 @@ def export_packed(
     except ValueError as error:
         raise UserError(f"{source} does not fit the layout {layout}: {error}") from None
     others = folder.tensors.keys() - experts.keys()
-    writer = ShardWriter(out, shard_bytes, lambda tensors: _record(tensors, rule))
-    for name, unit in sorted([(unit.packed, unit) for unit in units] + [(name, None) for name in others]):
-        writer.add({name: folder.tensor(name)} if unit is None else _pack(folder, unit, layout, rule))
     matrices = [name for name in others if name.endswith(".weight") and len(folder.tensors[name].shape) == 2]
-    writer.complete(source, {**folder.config, "quantization_config": quantization_config(layout, rule, matrices)})
-    return Written(out, len(experts), sum(t.size for t in folder.tensors.values()), writer.total_bytes)
+    config = {**folder.config, "quantization_config": quantization_config(layout, rule, matrices)}
+    with _new_folder(out, folder, config, shard_bytes, lambda tensors: _record(tensors, rule)) as writer:
+        for name, unit in sorted([(unit.packed, unit) for unit in units] + [(name, None) for name in others]):
+            writer.add({name: folder.tensor(name)} if unit is None else _pack(folder, unit, layout, rule))
+    return Converted(out, len(experts), sum(t.size for t in folder.tensors.values()), writer.written.num_bytes)
 
 
-def import_packed(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Written:
+def import_packed(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Converted:
     """The values of either layout, in the dtype of config.json. Raises UserError."""
     folder = HfFolder(source)
     units = {name: unit for name, t in folder.tensors.items() if (unit := weights_in(name, t.shape)) is not None}
@@ -90,17 +93,42 @@ def import_packed(source: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Wr
     scales = {unit.scale for unit in units.values()}
     by_weight = [(unit.weights[0][0], unit) for unit in units.values()]
     others = [(name, None) for name in folder.tensors.keys() - units.keys() - scales]
-    writer = ShardWriter(out, shard_bytes, lambda _: {})
-    for name, unit in sorted([*by_weight, *others]):
-        if unit is None:
-            writer.add({name: folder.tensor(name)})
-            continue
-        for weight, code in split(_code(folder, unit), unit.weights):
-            writer.add({weight: decode_mxfp4(code, dtype)})
-            number += 1
     config = {key: value for key, value in folder.config.items() if key != "quantization_config"}
-    writer.complete(source, config)
-    return Written(out, number, sum(t.size for t in folder.tensors.values()), writer.total_bytes)
+    with _new_folder(out, folder, config, shard_bytes) as writer:
+        for name, unit in sorted([*by_weight, *others]):
+            if unit is None:
+                writer.add({name: folder.tensor(name)})
+                continue
+            for weight, code in split(_code(folder, unit), unit.weights):
+                writer.add({weight: decode_mxfp4(code, dtype)})
+                number += 1
+    return Converted(out, number, sum(t.size for t in folder.tensors.values()), writer.written.num_bytes)
+
+
+@contextmanager
+def _new_folder(
+    out: Path,
+    source: HfFolder,
+    config: Mapping[str, Any],
+    shard_bytes: int,
+    metadata: Callable[[Mapping[str, Tensor]], dict[str, str]] = lambda _: {},
+) -> Iterator[ShardWriter]:
+    """What is added goes to `out`, which takes its place at the end, with what else `source` has and another config."""
+    if out.exists():
+        raise UserError(f"{out} is there already; remove it or name another folder")
+    partial = partial_of(out)
+    try:
+        make_empty(partial)
+        writer = ShardWriter(partial, shard_bytes, metadata=metadata)
+        yield writer
+        writer.flush()
+        complete(partial, source.path, [writer.written])
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _layout(name: str) -> Layout:
@@ -165,6 +193,9 @@ def _refuse_unreadable(folder: HfFolder, units: Mapping[str, Packed]) -> None:
                 f"{folder.path}: {name} {packed.dtype} {list(packed.shape)} and its scales {scale.dtype} "
                 f"{list(scale.shape)} are not MXFP4; import checkpoints of mxfp4-pack-quantized or gpt-oss"
             )
+    plain = {name for unit in units.values() for parts in unit.weights for name in parts} & folder.tensors.keys()
+    if plain:
+        raise UserError(f"{folder.path} holds {min(plain)} twice, packed and plain; remove the files of one of the two")
     if biases := sorted(name for name in folder.tensors if name.endswith("_proj_bias")):
         raise UserError(f"{folder.path}: {biases[0]}: experts with biases are not of a family that is known")
 

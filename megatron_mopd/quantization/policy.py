@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_mopd.config import Quantization
 from megatron_mopd.errors import UserError
+from megatron_mopd.mcore.gpu_options import OTHER_WEIGHTS
 
 BLOCK = 32
 """Weights along the input dimension that share a scale."""
@@ -27,10 +28,6 @@ def is_quantized(name: str) -> bool:
     return _ROUTED_EXPERT.search(name) is not None
 
 
-_OTHER_WEIGHTS = ("fp8_param", "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
-"""Options of `megatron:` with which layers multiply with weights that were made at another time."""
-
-
 def check_quantization(
     options: Quantization, transformer: Mapping[str, Any], etp: int, megatron: Mapping[str, Any]
 ) -> None:
@@ -38,7 +35,7 @@ def check_quantization(
     ranks would cut one, or where the table `megatron` would have the layers use other weights."""
     if options.experts == "none":
         return
-    for key in _OTHER_WEIGHTS:
+    for key in OTHER_WEIGHTS:
         if megatron.get(key) not in (None, False, "none"):
             raise UserError(
                 f"megatron.{key}={megatron[key]!r} does not go with quantization.experts={options.experts}, whose "
@@ -61,10 +58,17 @@ def check_quantization(
         )
 
 
-def refuse_packed(folder: Path, hf_config: Mapping[str, Any], key: str) -> None:
+def packs_mxfp4(hf_config: Mapping[str, Any]) -> bool:
+    """A config.json says that experts are stored as codes of MXFP4, in one of the layouts of packed_layouts.py."""
+    packed = hf_config.get("quantization_config") or {}
+    return packed.get("quant_method") == "mxfp4" or packed.get("format") == "mxfp4-pack-quantized"
+
+
+def refuse_packed(folder: Path, hf_config: Mapping[str, Any], key: str, reader: str = "training") -> None:
     """UserError for a checkpoint whose weights are stored as codes, which only servers read."""
     if packed := hf_config.get("quantization_config"):
-        raise UserError(
-            f"{key}: {folder} is quantized ({packed.get('quant_method')!r}); training reads plain weights, which have "
-            f"the same values: python -m checkpoints_conversion.import_mxfp4 {folder} OUT"
-        )
+        way_out = "name one that has them"
+        if packs_mxfp4(hf_config):
+            way_out = f"these have the same values: python -m checkpoints_conversion.import_mxfp4 {folder} OUT"
+        method = packed.get("quant_method")
+        raise UserError(f"{key}: {folder} is quantized ({method!r}); {reader} reads plain weights; {way_out}")

@@ -14,6 +14,7 @@ from megatron_mopd.doctor import find_gpus
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
 from megatron_mopd.mcore.families import family_of
+from megatron_mopd.mcore.gpu_options import check_here, check_teachers_options
 from megatron_mopd.mcore.layout import Layout
 from megatron_mopd.mcore.options import split_megatron_table
 from megatron_mopd.servers import files
@@ -46,6 +47,8 @@ def check_served(config: Config) -> None:
     try:
         split_megatron_table(table.megatron)
         Layout.from_table(table.megatron).check(hf_config, table.num_processes)
+        check_teachers_options(table.megatron)
+        check_here(table.megatron)
     except UserError as error:
         raise UserError(f"service.num_processes and service.megatron: {error}") from None
     check_host("service", table.host, has_key=api_key(config) is not None)

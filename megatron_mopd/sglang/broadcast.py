@@ -31,7 +31,7 @@ from megatron_mopd.servers.launch import endpoints
 from megatron_mopd.sglang.arguments import api_key
 from megatron_mopd.sglang.placement import student_servers
 from megatron_mopd.sglang.sender import Sender, Server, Servers, buckets
-from megatron_mopd.sglang.weights import begin_update, end_update, version_name
+from megatron_mopd.sglang.weights import begin_update, end_update, trained_name, version_name
 
 _PROBE_SILENCE_S = 60.0
 _PROBE_INTERVAL_S = 0.5
@@ -66,7 +66,7 @@ class Broadcaster:
         self._stream = self._stream or HfStream(
             learner.models, self._config.student.checkpoint, learner.experts.value_of
         )
-        version = version_name(str(self._config.run.folder.absolute()), learner.step)
+        version = version_name(trained_name(self._config), learner.step)
         try:
             self._attempt(self._stream, version)
         except _BrokenOff as first:

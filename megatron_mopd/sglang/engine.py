@@ -36,11 +36,12 @@ from megatron_mopd.sglang.placement import student_servers
 from megatron_mopd.sglang.served_weights import FetchWeights, ServedWeights
 from megatron_mopd.sglang.supported import LOSES_ROUTES
 from megatron_mopd.sglang.token_log import TokenLog
+from megatron_mopd.sglang.weights import sampled_name, trained_name
 from megatron_mopd.types import Segment
 
 
 def student_engine(config: Config, fetch_weights: FetchWeights | None) -> SGLangEngine:
-    """On the given servers, or on those that are kept for the run."""
+    """On the given servers, or on those that are kept for the run. `fetch_weights` None: nothing is trained."""
     folder, urls = config.run.folder, config.sglang.student.urls
     if names := student_servers(config):
         started = endpoints(folder)
@@ -52,7 +53,7 @@ def student_engine(config: Config, fetch_weights: FetchWeights | None) -> SGLang
         urls,
         config.student.checkpoint,
         settings,
-        run=str(folder.absolute()),
+        run=sampled_name(config) if fetch_weights is None else trained_name(config),
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
         router_replay=config.rollout.router_replay,

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
 from megatron_mopd.hf_folder import read_hf_config
+from megatron_mopd.quantization.policy import packs_mxfp4
 from megatron_mopd.sglang.placement import student_servers, teacher_servers
 
 ALL_SPARSE = ("Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM")
@@ -25,6 +26,12 @@ COSMETIC = {
 LOSES_ROUTES = "enable_hierarchical_cache"
 """SGLang 0.5.23 records routes by the slot of a token's cache. A token that comes back from the host gets another slot,
 and the routes of whatever was there before."""
+PACKED_STAYS = (
+    "a running SGLang does not load packed MXFP4 experts over others; name plain weights with the same values: "
+    "python -m checkpoints_conversion.import_mxfp4"
+)
+"""SGLang 0.5.23 lays out packed weights for its kernels once they are loaded, and writes later ones into what that has
+left of the names, without a word."""
 
 
 def check_checkpoints(config: Config) -> None:
@@ -61,6 +68,11 @@ def _check_shared_servers(config: Config) -> None:
                     f"teachers {first} and {teacher} share a server, but their config.json differ in {key}: "
                     f"{ours.get(key)!r} and {theirs.get(key)!r}; set sglang.teachers.num_servers=null for one each"
                 )
+        if first != teacher and packs_mxfp4(ours):
+            raise UserError(
+                f"teachers {first} and {teacher} share a server; set sglang.teachers.num_servers=null for one each, as "
+                f"{PACKED_STAYS} {checkpoints[teacher]} OUT"
+            )
 
 
 def _check(folder: Path, key: str, option: str) -> None:

@@ -11,13 +11,17 @@ one of its parameters is the hash of tensors of the folder, and every tensor of 
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_mopd.client import Client, RequestRefused
+from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
-from megatron_mopd.hf_folder import check_weight_files
+from megatron_mopd.hf_folder import check_weight_files, read_hf_config
+from megatron_mopd.quantization.policy import packs_mxfp4
+from megatron_mopd.sglang.supported import PACKED_STAYS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,11 +51,21 @@ Place = tuple[int, int]
 
 
 def version_name(run: str, version: int) -> str:
-    """What a server is told to call the weights of this version of this run.
-
-    `run` tells runs apart: trainer and engine use str(config.run.folder.absolute()).
-    """
+    """What a server is told to call the weights of this version; `run` is one of the two names below."""
     return f"{run}@{version}"
+
+
+def trained_name(config: Config) -> str:
+    """Of weights that the trainer hands over: the run, and the values that are served of them, as a run may go on with
+    another rule."""
+    run, quantization = str(config.run.folder.absolute()), config.quantization
+    return run if quantization.experts == "none" else f"{run}+{quantization.experts}-{quantization.rule}"
+
+
+def sampled_name(config: Config) -> str:
+    """Of folders that are only sampled, by a gate or an evaluation: of no other call, whatever a server that is kept
+    still has of one. The student's own checkpoint is no step 0: trainers quantize it."""
+    return f"{config.run.folder.absolute()}+{uuid.uuid4().hex[:8]}"
 
 
 async def read_version(client: Client, url: str) -> str:
@@ -67,6 +81,8 @@ async def load_folder(client: Client, url: str, folder: Path, version: str) -> N
     server must be started anew or loaded again before it is used.
     """
     check_weight_files(folder, "weights")  # SGLang dies of a file that is cut short
+    if packs_mxfp4(read_hf_config(folder, "weights")):
+        raise UserError(f"server {url} cannot take the weights of {folder}: {PACKED_STAYS} {folder} OUT")
     body = {"model_path": str(folder.absolute()), "flush_cache": True, "weight_version": version}
     try:
         await _become_idle(client, url)

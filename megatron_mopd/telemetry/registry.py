@@ -64,6 +64,8 @@ RUN_METRICS = _by_name(
     Metric("quantization/changed", "share", "quantized weights of the experts that the update has changed"),
     Metric("quantization/clipped_blocks", "share", "blocks with a weight beyond the largest number at their scale"),
     Metric("quantization/saturated", "share", "weights of the experts at the largest number of their block"),
+    Metric("sync/bytes", "bytes", "one copy of the weights, as the rollout engine is given it after each step"),
+    Metric("sync/packed_bytes", "bytes", "the same copy with the quantized experts packed, four bits and their scales"),
     Metric("rollout/reward", "share", "trajectories that the verifier calls correct"),
     Metric("rollout/reward_within_budget", "share", "trajectories that are correct and within their cell's budget"),
     Metric("rollout/response_tokens", "tokens", "mean response length, observations included"),

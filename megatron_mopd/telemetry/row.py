@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_mopd.step_metrics import CellMetrics, Mean, StepMetrics
+from megatron_mopd.step_metrics import CellMetrics, Mean, StepMetrics, WeightBytes
 from megatron_mopd.telemetry.registry import cell_key, check_row
 from megatron_mopd.types import Cell
 
@@ -41,6 +41,7 @@ def step_row(learner: StepMetrics, rollout: Mapping[str, Any] | None, seconds: M
     if rollout is not None:
         row |= {f"train/{name}": value for name, value in _measured_means(learner, has_teacher).items()}
         row |= _rollout_row(rollout)
+        row |= _sync_row(learner.weight_bytes)
     if has_teacher:
         row |= _teacher_row(learner)
     if (quantized := learner.quantization) is not None:
@@ -48,6 +49,14 @@ def step_row(learner: StepMetrics, rollout: Mapping[str, Any] | None, seconds: M
         row |= {f"layer/{i}/quantization_error": error for i, error in quantized.error_of_layer.items()}
     check_row(row)
     return row
+
+
+def _sync_row(weights: WeightBytes | None) -> dict[str, float]:
+    """One size alone where nothing is quantized."""
+    if weights is None:
+        return {}
+    row = {"sync/bytes": float(weights.sent)}
+    return row if weights.packed == weights.sent else {**row, "sync/packed_bytes": float(weights.packed)}
 
 
 def _teacher_row(learner: StepMetrics) -> dict[str, float]:

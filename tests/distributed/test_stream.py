@@ -12,6 +12,9 @@ from ranks import Pools
 from safetensors.torch import load_file
 from tiny import LAYOUTS, write_checkpoint
 
+from megatron_mopd.quantization.formats import encode_mxfp4
+from megatron_mopd.quantization.packed_layouts import EXPERT
+
 BUCKET_BYTES = 50_000
 
 
@@ -47,15 +50,23 @@ def turns(megatron: dict[str, Any], folder: Path) -> dict[str, Any]:
             sent += [name for name, _ in bucket]
             largest_bucket = max(largest_bucket, sum(tensor.nbytes for _, tensor in bucket))
             largest_tensor = max(largest_tensor, *(tensor.nbytes for _, tensor in bucket))
-    return {"names": sent, "bucket": largest_bucket, "tensor": largest_tensor}
+    assert hf_stream.num_bytes(False) == (hf_stream.num_bytes(True).sent,) * 2
+    return {
+        "names": sent,
+        "bucket": largest_bucket,
+        "tensor": largest_tensor,
+        "bytes": tuple(hf_stream.num_bytes(with_quantized_experts=True)),
+    }
 
 
 @pytest.mark.parametrize("layout", ["TP2xEP2", "PP2", "DP2", "EP2", "TP2xPP2", "TP2xEP2+ETP2"])
 def test_owners_in_turn_send_every_tensor_once_in_bounded_buckets(layout: str, ranks: Pools, checkpoint: Path):
     size, megatron = LAYOUTS[layout]
     of_ranks: list[Any] = ranks(size)(turns, megatron, checkpoint)
-    names = [name for rank in of_ranks for name in rank["names"]]
-    assert sorted(names) == sorted(load_file(checkpoint / "model.safetensors"))
+    names, tensors = [name for rank in of_ranks for name in rank["names"]], load_file(checkpoint / "model.safetensors")
+    assert sorted(names) == sorted(tensors)
+    packed = [sum(x.nbytes for x in encode_mxfp4(t)) if EXPERT.fullmatch(n) else t.nbytes for n, t in tensors.items()]
+    assert {rank["bytes"] for rank in of_ranks} == {(sum(t.nbytes for t in tensors.values()), sum(packed))}
     assert max(rank["bucket"] for rank in of_ranks) <= max(BUCKET_BYTES, *(rank["tensor"] for rank in of_ranks))
 
 

@@ -16,6 +16,8 @@ from ranks import Pools
 from tiny import LAYOUTS, VOCAB_SIZE, write_checkpoint
 
 from megatron_mopd.config import Config
+from megatron_mopd.quantization.formats import fake_quantize
+from megatron_mopd.resume import QUANTIZATION, write_facts
 from megatron_mopd.token_rows import TokenRows
 
 TEACHERS = ("a", "b", "c")
@@ -350,3 +352,49 @@ def test_files_that_have_changed_are_refused(ranks: Pools, folders: dict[str, Pa
     for errors in ranks(size)(errors_around_a_change, config, tmp_path / "other", *trajectories(8)):
         assert [bool(error) for error in errors] == [True, False, True, False, False]
         assert "teacher a: its files hold other weights" in errors[0]
+
+
+def quantized(config: Config) -> tuple[list[bool], list[bool]]:
+    """Which teachers have quantized experts; and how the model is built for a service that is asked for FP8."""
+    from unittest.mock import patch
+
+    from megatron_mopd.mcore import teacher_ranks
+    from megatron_mopd.mcore.teacher_weights import has_quantized_experts
+
+    class Built(Exception):
+        """Far enough: FP8 needs a GPU."""
+
+    asked: list[bool] = []
+
+    def build_model(table: dict[str, Any], hf_config: dict[str, Any], with_quantized_experts: bool) -> None:
+        asked.append(with_quantized_experts)
+        raise Built
+
+    for precision in ({}, {"fp8": "e4m3", "fp8_recipe": "tensorwise"}):
+        table = config.service.model_copy(update={"megatron": precision})
+        with patch.object(teacher_ranks, "build_model", build_model), pytest.raises(Built):
+            start_ranks(config.model_copy(update={"service": table}))
+    return [has_quantized_experts(teacher) for teacher in config.teachers.on("megatron")], asked
+
+
+def test_quantized_experts_stay_out_of_the_recipes_of_a_service(
+    ranks: Pools, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Those of a folder whose values are on the grid, whoever put them there, and of a checkpoint that says it."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folders["a"], tmp_path / "grid")
+    tensors = load_file(tmp_path / "grid" / "model.safetensors")
+    on_grid = {name: fake_quantize(x, "rceil") if ".mlp.experts." in name else x for name, x in tensors.items()}
+    save_file(on_grid, tmp_path / "grid" / "model.safetensors", metadata={"format": "pt"})
+    plain = service_config(folders, {})
+    assert ranks(1)(quantized, plain)[0] == ([False] * len(folders), [False, False])
+    mixed = service_config({"a": folders["a"], "grid": tmp_path / "grid"}, {})
+    assert ranks(1)(quantized, mixed)[0] == ([False, True], [False, True])
+    facts = {"step": 1, "layout": {}, "processes": 1, "optimizer": "plain"}
+    for name, experts in (("a", "none"), ("b", "mxfp4")):
+        (tmp_path / name).mkdir()
+        write_facts(tmp_path / name, {**facts, QUANTIZATION: {"experts": experts, "rule": "even"}})
+    two = {name: folders[name] for name in ("a", "b")}
+    saved = service_config(two, {}, checkpoints={name: tmp_path / name for name in two})
+    assert ranks(1)(quantized, saved)[0] == ([False, True], [False, True])

@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from megatron_mopd.quantization.packed_folder import export_packed
+
 
 @pytest.fixture
 def run_folder(tmp_path):
@@ -59,6 +61,20 @@ def test_a_teacher_of_another_tokenizer_is_refused(mopd, run_folder, world, tmp_
     line = refusal(mopd, run_folder, f"teachers.models.8.checkpoint={other}")
     assert "teachers.models.8 (coding-max): another tokenizer" in line
     assert "'pud', the student's is 'dup'" in line
+
+
+@pytest.mark.parametrize("table", ["megatron", "service.megatron"])
+def test_precision_that_this_machine_does_not_have_is_refused(mopd, run_folder, monkeypatch, table):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    options = (f"{table}.fp8=e4m3", f"{table}.fp8_recipe=tensorwise", "teachers.backend=megatron")
+    assert "megatron.fp8='e4m3' needs a GPU, and there is none here" in refusal(mopd, run_folder, *options)
+
+
+def test_a_packed_teacher_is_refused_where_nothing_reads_it(mopd, run_folder, world, tmp_path):
+    export_packed(world / "other" / "base", tmp_path / "packed")
+    line = refusal(mopd, run_folder, f"teachers.models.3.checkpoint={tmp_path}/packed")
+    assert "teachers.models.3 (agents-low)" in line
+    assert f"python -m checkpoints_conversion.import_mxfp4 {tmp_path}/packed OUT" in line
 
 
 def test_preflight_says_the_same_and_prints_the_coverage(mopd, run_folder):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from running import Server
 
 from megatron_mopd.client import Client
+from megatron_mopd.errors import UserError
+from megatron_mopd.quantization.packed_folder import export_packed
+from megatron_mopd.sglang.checksum import read_checksums
 from megatron_mopd.sglang.weights import load_folder, read_version
 
 pytestmark = pytest.mark.sglang
@@ -49,5 +53,30 @@ def test_what_callers_have_given_up_does_not_hold_up_a_load(student: Server) -> 
                 await anext(replies)
                 await load("under-it")  # it is still listened to, as by a caller that hangs
             assert await read_version(client, student.url) == "under-it"
+
+    asyncio.run(body())
+
+
+def test_packed_experts_are_refused_as_a_server_would_keep_its_old_ones(
+    student: Server, checkpoints: list[Path], tmp_path: Path
+) -> None:
+    """It says that it serves the new version, with the experts of another model. Where this fails, a newer SGLang loads
+    what is packed, and weight sync may send it."""
+    packed = export_packed(checkpoints[1], tmp_path / "packed").folder
+
+    async def body() -> None:
+        async with loading(student) as (client, load):
+            await load("plain")
+            with pytest.raises(UserError, match=r"packed MXFP4 experts over others; .*import_mxfp4 .* OUT"):
+                await load_folder(client, student.url, packed, "packed")
+            assert await read_version(client, student.url) == "plain"
+            (before,) = (await read_checksums(client, student.url)).ranks
+            body = {"model_path": str(packed), "flush_cache": True, "weight_version": "packed"}
+            await client.post(student.url, "/update_weights_from_disk", body)
+            assert await read_version(client, student.url) == "packed"
+            (after,) = (await read_checksums(client, student.url)).ranks
+            kept = {name for name, checksum in before.items() if after[name] == checksum}
+            assert kept == {name for name in before if ".mlp.experts." in name}
+            await load("plain again")
 
     asyncio.run(body())

@@ -17,13 +17,15 @@ from running import Server
 from tiny import VOCAB_SIZE
 
 from megatron_mopd.client import Client
+from megatron_mopd.config import Config, Quantization
 from megatron_mopd.embedded.engine import EmbeddedEngine
 from megatron_mopd.errors import UserError
-from megatron_mopd.protocols import SampleRequest
-from megatron_mopd.sglang.engine import SGLangEngine
+from megatron_mopd.protocols import EndpointDown, SampleRequest
+from megatron_mopd.sglang.engine import SGLangEngine, student_engine
 from megatron_mopd.sglang.generation import Generation
 from megatron_mopd.sglang.placement import INITIAL_VERSION
-from megatron_mopd.sglang.weights import load_folder, version_name
+from megatron_mopd.sglang.served_weights import ServedWeights
+from megatron_mopd.sglang.weights import load_folder, read_version, trained_name, version_name
 from megatron_mopd.types import Segment
 
 pytestmark = pytest.mark.sglang
@@ -268,6 +270,31 @@ def test_weights_that_the_trainer_sent_are_only_checked(make_engine: MakeEngine,
         return segment
 
     assert run(make_engine(), work).weight_version == 5
+
+
+@pytest.mark.parametrize("quantization", [{}, {"experts": "mxfp4"}], ids=["plain", "mxfp4"])
+def test_the_checkpoint_is_not_taken_for_weights_that_were_trained(
+    quantization: dict[str, str], student: Server
+) -> None:
+    """A gate has sampled the student's checkpoint, and the server is kept: it has not got step 0 of the trainer, nor is
+    step 0 by one rule that by another."""
+    tree: dict[str, Any] = student.config.model_dump() | {"quantization": quantization}
+    tree["sglang"]["student"] |= {"urls": [student.url]}
+    config = Config.model_validate(tree)
+    other = config.model_copy(update={"quantization": Quantization(experts="mxfp4", rule="rceil")})
+
+    async def work(engine: SGLangEngine) -> None:
+        await engine.generate(requests(1)[0])
+        async with Client(silence_s=60.0) as client:
+            gate = await read_version(client, student.url)
+            for trained, name in ((config, gate), (other, version_name(trained_name(config), 0))):
+                await load_folder(client, student.url, student.checkpoint, name)
+                weights = ServedWeights(client, trained_name(trained), False, None)
+                async with weights.update(None, 0):
+                    with pytest.raises(EndpointDown, match="has not got"):
+                        await weights.load(student.url)
+
+    run(student_engine(config, None), work)
 
 
 def test_routes_are_those_of_the_reference_model_over_all_segments(make_engine: MakeEngine, student: Server) -> None:

@@ -28,6 +28,7 @@ TORCH_FREE = (
 BACKENDS = ("embedded", "sglang", "service", "mcore")
 READ_BY_PREFLIGHT = (
     "megatron_mopd.mcore.families.family_of",
+    "megatron_mopd.mcore.gpu_options",
     "megatron_mopd.mcore.layout",
     "megatron_mopd.mcore.options",
     "megatron_mopd.sglang.arguments",

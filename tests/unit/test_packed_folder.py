@@ -226,12 +226,45 @@ def test_import_refuses_damage(
 def test_import_refuses_mixed_rules(source: Path, tmp_path: Path) -> None:
     export_packed(source, tmp_path / "packed", rule="even", shard_bytes=SMALL_SHARDS)
     export_packed(source, tmp_path / "other", rule="floor", shard_bytes=SMALL_SHARDS)
-    shutil.copyfile(tmp_path / "other/model-00000.safetensors", tmp_path / "packed/model-00000.safetensors")
+    first = tmp_path / "packed/model-00000-00000.safetensors"
+    shutil.copyfile(tmp_path / "other" / first.name, first)
     with pytest.raises(UserError, match="mixes the rules even, floor; export the whole checkpoint again"):
         import_packed(tmp_path / "packed", tmp_path / "out")
-    save_file(load_file(tmp_path / "packed/model-00000.safetensors"), tmp_path / "packed/model-00000.safetensors")
+    save_file(
+        load_file(tmp_path / "packed/model-00000-00000.safetensors"), tmp_path / "packed/model-00000-00000.safetensors"
+    )
     with pytest.raises(UserError, match=r"files of another origin than its config.json"):
         import_packed(tmp_path / "packed", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("model.layers.0.mlp.experts.3.up_proj.weight", "holds .*3.up_proj.weight twice, packed and plain"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight_packed", "both hold .*3.up_proj.weight_packed; remove one"),
+    ],
+)
+def test_import_refuses_a_weight_that_is_there_twice(source: Path, tmp_path: Path, name: str, match: str) -> None:
+    export_packed(source, tmp_path / "packed")
+    index = tmp_path / "packed/model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["one more"] = "more.safetensors"
+    index.write_text(json.dumps(content))
+    save_file({name: torch.zeros(96, 32)}, tmp_path / "packed/more.safetensors")
+    with pytest.raises(UserError, match=match):
+        import_packed(tmp_path / "packed", tmp_path / "out")
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written: .*Not a directory"):
+        export_packed(source, tmp_path / "file" / "out")
+    damaged = changed(
+        source, tmp_path / "changed", "model.layers.0.mlp.experts.3.up_proj.weight", lambda t: t * torch.nan
+    )
+    with pytest.raises(UserError, match="holds NaN"):
+        export_packed(damaged, tmp_path / "new" / "out", shard_bytes=SMALL_SHARDS)
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_import_takes_what_others_have_packed(source: Path, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""What is asked of Transformer Engine, and what is refused, as far as a machine without a GPU can show it."""
+"""What is asked of Megatron-Core and Transformer Engine, as far as a machine without a GPU can show it.
+
+What is refused: test_gpu_options.py.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tiny import write_checkpoint
+
 CASES = """
 from pathlib import Path
 import sys
-from megatron_mopd.errors import UserError
-from megatron_mopd.mcore.precision import FP8_RECIPES, check_precision, quant_recipe
+from megatron_mopd.mcore.gpu_options import FP4_RECIPES, FP8_RECIPES
+from megatron_mopd.mcore.precision import quant_recipe
 
 # isort: split
 import typing
@@ -18,27 +23,13 @@ from megatron.core.extensions.transformer_engine import TEQuantizationParams
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-def refusal(table, capability):
-    try:
-        check_precision(table, capability)
-    except UserError as error:
-        return str(error)
-
-assert refusal({}, (7, 0)) is None
-for recipe, least in FP8_RECIPES.items():
-    assert refusal({"fp8": "e4m3", "fp8_recipe": recipe}, least) is None
-    assert "needs a GPU of compute capability" in refusal({"fp8": "e4m3", "fp8_recipe": recipe}, (8, 0))
-assert refusal({"fp8": "hybrid"}, (8, 0)).endswith("this one has 8.0; remove megatron.fp8")
-assert "set megatron.fp8_recipe=delayed or tensorwise or blockwise" in refusal(
-    {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, (9, 0))
-assert "nvfp4 needs a GPU of compute capability 10.0" in refusal({"fp4": "e2m1"}, (9, 0))
-assert "unknown; choose from delayed" in refusal({"fp8": "e4m3", "fp8_recipe": "mxfp4"}, (10, 0))
-
 # The names are Megatron-Core's.
 fields = TransformerConfig.__dataclass_fields__
 assert {"fp8", "fp8_recipe", "fp4", "fp4_recipe", "quant_recipe"} <= fields.keys()
 (literal, _) = typing.get_args(typing.get_type_hints(TransformerConfig)["fp8_recipe"])
 assert set(typing.get_args(literal)) == FP8_RECIPES.keys()
+(literal, _) = typing.get_args(typing.get_type_hints(TransformerConfig)["fp4_recipe"])
+assert set(typing.get_args(literal)) == FP4_RECIPES.keys()
 
 # Experts leave the recipe, whatever else does; other layers do not.
 assert quant_recipe({"fp8": "e4m3"}, False) is None
@@ -63,18 +54,88 @@ for recipe in (quant_recipe({"fp8": "e4m3"}, True), quant_recipe({"quant_recipe"
         assert shared is not None
     else:
         assert attention is None and shared is None
-try:
-    quant_recipe({"quant_recipe": "nowhere.yaml"}, True)
-except UserError as error:
-    assert "no such file" in str(error)
-else:
-    raise AssertionError("not refused")
+"""
+
+CONFIGURATIONS = """
+import ast
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from megatron_mopd.mcore import device, model
+from megatron_mopd.mcore.gpu_options import GPU_FIELDS
+
+# isort: split
+import torch
+from megatron.core import fp4_utils, fp8_utils, utils
+from packaging.version import Version
+
+class Recorded:
+    # What a recipe of Transformer Engine was made with.
+    def __init__(self, name):
+        self.name = name
+    def __call__(self, **arguments):
+        arguments.pop("config", None)
+        return self.name, arguments
+
+recipes = ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
+formats = SimpleNamespace(E4M3="E4M3", HYBRID="HYBRID")
+recipe = SimpleNamespace(Format=formats, **{name: Recorded(name) for name in recipes})
+names = {
+    "transformer_engine": SimpleNamespace(common=SimpleNamespace(recipe=recipe)),
+    "TEDelayedScaling": Recorded("TEDelayedScaling"),
+    "is_te_min_version": lambda version: True,
+}
+
+def of_megatron(module, name):
+    # The function that Megatron-Core defines where there is a Transformer Engine.
+    tree = ast.parse(Path(module.__file__).read_text())
+    found = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    scope = {**vars(module), **names}
+    exec(compile(ast.Module([found], []), module.__file__, "exec"), scope)
+    return scope[name]
+
+hf_config = json.loads(Path(sys.argv[1]).read_text())
+
+def passed(**table):
+    # The recipe that Megatron-Core makes of our configuration, on a card that can do all of them.
+    find = importlib.util.find_spec
+    with (
+        patch.object(device, "HAS_GPU", True),
+        patch.object(utils, "_te_version", Version("2.20")),
+        patch.object(torch.cuda, "get_device_capability", lambda: (10, 0)),
+        patch.object(importlib.util, "find_spec", lambda name: name if name == "transformer_engine" else find(name)),
+    ):
+        table |= dict.fromkeys(GPU_FIELDS, False)  # upstream refuses them where their kernels are absent
+        config = model.transformer_config(table, hf_config, with_quantized_experts=True)
+    assert config.quant_recipe.matchers[0].pattern == "*.mlp.experts.*"
+    make = of_megatron(fp4_utils, "get_fp4_recipe") if config.fp4 else of_megatron(fp8_utils, "get_fp8_recipe")
+    return make(config)
+
+e4m3 = {"fp8_format": "E4M3"}
+assert passed(fp8="e4m3") == ("TEDelayedScaling", {**e4m3, "override_linear_precision": (False, False, False)})
+assert passed(fp8="e4m3", fp8_recipe="tensorwise") == ("Float8CurrentScaling", {**e4m3, "fp8_dpa": False})
+assert passed(fp8="e4m3", fp8_recipe="blockwise") == ("Float8BlockScaling", e4m3)
+assert passed(fp8="e4m3", fp8_recipe="mxfp8") == ("MXFP8BlockScaling", e4m3)
+assert passed(fp8="hybrid", fp8_recipe="mxfp8") == ("MXFP8BlockScaling", {"fp8_format": "HYBRID"})
+assert passed(fp4="e2m1") == passed(fp4="e2m1", fp4_recipe="nvfp4") == ("NVFP4BlockScaling", {})
 """
 
 
-def test_recipes_are_refused_or_passed_as_megatron_takes_them(tmp_path: Path) -> None:
+def passes(script: Path, code: str, *arguments: Path) -> None:
     """In a process of its own, which imports Megatron."""
-    script = tmp_path / "recipes.py"
-    script.write_text(CASES)
-    done = subprocess.run([sys.executable, script, tmp_path / "own.yaml"], capture_output=True, text=True)
+    script.write_text(code)
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_experts_leave_the_recipes(tmp_path: Path) -> None:
+    passes(tmp_path / "recipes.py", CASES, tmp_path / "own.yaml")
+
+
+def test_each_recipe_of_transformer_engine_is_made_as_it_was_asked_for(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    passes(tmp_path / "configurations.py", CONFIGURATIONS, tmp_path / "model" / "config.json")

@@ -66,8 +66,18 @@ def test_options_that_keep_weights_of_another_time_are_refused(key: str) -> None
     check_quantization(MXFP4, FITTING, 1, {key: False})
 
 
-def test_a_packed_checkpoint_is_refused_with_the_way_out() -> None:
-    config = {"quantization_config": {"quant_method": "compressed-tensors"}}
+@pytest.mark.parametrize(
+    "packed", [{"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, {"quant_method": "mxfp4"}]
+)
+def test_a_packed_checkpoint_is_refused_with_the_way_out(packed: dict[str, str]) -> None:
     with pytest.raises(UserError, match=r"python -m checkpoints_conversion\.import_mxfp4 some/folder OUT"):
-        refuse_packed(Path("some/folder"), config, "student.checkpoint")
+        refuse_packed(Path("some/folder"), {"quantization_config": packed}, "student.checkpoint")
     refuse_packed(Path("some/folder"), {}, "student.checkpoint")
+
+
+def test_what_cannot_be_imported_is_not_told_to_be() -> None:
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(
+        UserError, match=r"is quantized \('fp8'\); training reads plain weights; name one that has them$"
+    ):
+        refuse_packed(Path("some/folder"), config, "student.checkpoint")

@@ -223,6 +223,16 @@ def test_refuses_teachers_of_two_architectures_on_one_server(tmp_path: Path) -> 
         check_servers(config)
 
 
+def test_refuses_packed_teachers_in_turn_on_one_server(tmp_path: Path) -> None:
+    """It would keep the experts of the first (tests/sglang/test_loading.py)."""
+    shared, alone = make_config(tmp_path, teachers={"num_servers": 2}), make_config(tmp_path)
+    for name in ("t0", "t2"):
+        checkpoint(tmp_path / name, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(UserError, match=r"t0 and t2 share a server; set .*num_servers=null .*import_mxfp4 \S*t2 OUT"):
+        check_checkpoints(shared)
+    check_checkpoints(alone)
+
+
 def test_a_reserved_port_can_be_served_on_and_is_given_to_nobody_else() -> None:
     with reserve_port("127.0.0.1", "sglang") as reserved:
         port = reserved.getsockname()[1]

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from megatron_mopd.config import Config
 from megatron_mopd.errors import UserError
-from megatron_mopd.step_metrics import NOTHING, CellMetrics, Mean, StepMetrics
+from megatron_mopd.step_metrics import NOTHING, CellMetrics, Mean, StepMetrics, WeightBytes
 from megatron_mopd.telemetry import sinks
 from megatron_mopd.telemetry.display import Display, sparkline
 from megatron_mopd.telemetry.record import Record, read_record
@@ -70,6 +70,11 @@ def rollout_metrics() -> dict:
     }
     cells = {"general/low": {"trajectories": 3, **low}, "general/max": {"trajectories": 1, **high}}
     return {"cells": cells, "staleness": 0.0, "unscored": 0, "seconds": {"load": 0.1, "sample": 0.4, "score": 0.1}}
+
+
+def sync_of(metrics: StepMetrics) -> dict[str, float]:
+    row = step_row(metrics, rollout_metrics(), SECONDS)
+    return {key: value for key, value in row.items() if key.startswith("sync/")}
 
 
 def row_of(step: int) -> dict[str, float]:
@@ -156,7 +161,14 @@ class TestRow:
         assert {"train/mismatch_mean", "rollout/reward", "cell/general/low/mismatch_mean"} <= outcomes.keys()
         demonstrations = step_row(full, None, SECONDS)
         assert "train/loss" in demonstrations
-        assert not [key for key in demonstrations if "reverse_kl" in key or key.startswith("rollout/")]
+        assert not [key for key in demonstrations if "reverse_kl" in key or key.startswith(("rollout/", "sync/"))]
+
+    def test_a_packed_size_is_of_what_is_quantized(self) -> None:
+        plain, quantized = (replace(learner_metrics(1), weight_bytes=WeightBytes(800, n)) for n in (800, 300))
+        sizes = {"sync/bytes": 800.0}
+        assert sync_of(plain) == sizes
+        assert sync_of(quantized) == sizes | {"sync/packed_bytes": 300.0}
+        assert sync_of(learner_metrics(1)) == {}
 
     def test_budgets_and_ratios_are_of_what_has_them(self) -> None:
         rollout, metrics = rollout_metrics(), learner_metrics(1)
