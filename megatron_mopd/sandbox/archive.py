@@ -47,14 +47,15 @@ def pack(folder: int, archive: BinaryIO, limits: Limits) -> None:
                     tar.addfile(member, content)
             else:
                 tar.addfile(member)
-            tar.members.clear()  # it would keep one object each
+            tar.members.clear()  # type: ignore[attr-defined]  # it would keep one object each
 
 
 def member_of(entry: Entry, first: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
     """`first`: the path of each file with several names that was already packed."""
     member = tarfile.TarInfo(entry.path)
     member.mode, member.mtime = entry.stat.st_mode & MODE_BITS, max(0, int(entry.stat.st_mtime))
-    member.pax_headers[MTIME_NS] = str(entry.stat.st_mtime_ns)  # tar's own is a float, which does not come back exactly
+    # Beside tar's own, which is a float that does not come back exactly.
+    member.pax_headers = {MTIME_NS: str(entry.stat.st_mtime_ns)}
     if entry.kind == stat.S_IFDIR:
         member.type = tarfile.DIRTYPE
     elif entry.kind == stat.S_IFLNK:
@@ -94,7 +95,7 @@ def unpack(archive: BinaryIO, folder: int, limits: Limits, owner: int | None) ->
                 _make(tar, member, folder, owner)
                 if member.isdir():
                     folders.append(member)
-                tar.members.clear()
+                tar.members.clear()  # type: ignore[attr-defined]
         for member in reversed(folders):
             _finish_folder(member, folder)
     except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:

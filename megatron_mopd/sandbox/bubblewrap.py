@@ -71,15 +71,14 @@ class BubblewrapWorkspaces:
             raise UserError(f"workspaces: read_only names {wrong[0]}, which must be an absolute path of this machine")
         if not isinstance(user, int) or user < 1:
             raise UserError(f"workspaces: user={user!r} must be the number of a user that is not root")
-        self._live = Live(self._folder / "live")
-        self.snapshots = Snapshots(self._folder / "snapshots", self.limits)
-        write_etc(self._live.folder / "etc")
-        self.system_calls = self._live.folder / "system_calls"
-        self.system_calls.write_bytes(system_call_filter())
+        program, rules = find_program(), system_call_filter()
         self.owner = user if os.geteuid() == 0 else None
-        self.bubblewrap = Bubblewrap(
-            find_program(), self._live.folder / "etc", self.limits, shown, environment or {}, self.owner
-        )
+        self.snapshots = Snapshots(self._folder / "snapshots", self.limits)
+        self._live = Live(self._folder / "live")
+        etc, self.system_calls = self._live.folder / "etc", self._live.folder / "system_calls"
+        write_etc(etc)
+        self.system_calls.write_bytes(rules)
+        self.bubblewrap = Bubblewrap(program, etc, self.limits, shown, environment or {}, self.owner)
         cores = os.cpu_count() or 1
         self.running = asyncio.Semaphore(max_running or cores)
         self._threads = ThreadPoolExecutor(cores, thread_name_prefix="workspace")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -61,7 +61,7 @@ class Usage:
 NOTHING = Usage(0, 0)
 
 
-def entries(folder: int, max_files: int, prefix: str = "", depth: int = 1) -> Iterator[Entry]:
+def entries(folder: int, max_files: int, prefix: str = "", depth: int = 1) -> Generator[Entry]:
     """In the order of their names, a folder before what is in it. What vanishes meanwhile is left out."""
     if depth > MAX_DEPTH:
         raise OverLimit(f"its folders are more than {MAX_DEPTH} deep")
