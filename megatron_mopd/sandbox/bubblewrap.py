@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import Execution, WorkspaceFailed
 from megatron_mopd.sandbox.archive import pack, unpack
-from megatron_mopd.sandbox.bubblewrap_command import Bubblewrap, find_program, write_etc
+from megatron_mopd.sandbox.bubblewrap_command import STAGE, Bubblewrap, find_program, write_etc
 from megatron_mopd.sandbox.bubblewrap_run import Ended, NotStarted, run_once
 from megatron_mopd.sandbox.limits import Limits
 from megatron_mopd.sandbox.live import STATE_FOLDERS, Live, opened_state, remove
@@ -69,13 +69,16 @@ class BubblewrapWorkspaces:
         shown = [Path(name) for name in read_only]
         if wrong := [str(path) for path in shown if not path.is_absolute() or not path.exists() or path == Path("/")]:
             raise UserError(f"workspaces: read_only names {wrong[0]}, which must be an absolute path of this machine")
+        self.owner = user if os.geteuid() == 0 else None
+        if self.owner and any(path.is_relative_to(STAGE) for path in (self._folder.resolve(), *shown)):
+            raise UserError(f"workspaces: folder and read_only may not be below {STAGE} where the driver is root")
         if not isinstance(user, int) or user < 1:
             raise UserError(f"workspaces: user={user!r} must be the number of a user that is not root")
         program, rules = find_program(), system_call_filter()
-        self.owner = user if os.geteuid() == 0 else None
         self.snapshots = Snapshots(self._folder / "snapshots", self.limits)
         self._live = Live(self._folder / "live")
         etc, self.system_calls = self._live.folder / "etc", self._live.folder / "system_calls"
+        self.environment = self._live.environment
         write_etc(etc)
         self.system_calls.write_bytes(rules)
         self.bubblewrap = Bubblewrap(program, etc, self.limits, shown, environment or {}, self.owner)
@@ -160,6 +163,7 @@ class BubblewrapWorkspace:
             try:
                 return await run_once(
                     lambda status, rules: bubblewrap.command(self._state, status, rules, words),
+                    self._factory.environment,
                     self._factory.system_calls,
                     stdin,
                     timeout_s,

@@ -23,6 +23,21 @@ from megatron_mopd.sandbox.limits import Limits
 BOUND = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 STAGE = "/run"
 """Where a root driver's workspace is seen by the user that it becomes, who may not pass through root's folders."""
+STAGING = """
+set -e
+mount -t tmpfs -o mode=755 tmpfs /run
+number=0 count=$1
+shift
+while [ $number -lt $count ]; do
+    if [ -d "$1" ]; then mkdir "/run/$number"; else : > "/run/$number"; fi
+    mount --bind "$1" "/run/$number"
+    number=$((number + 1))
+    shift
+done
+exec "$@"
+"""
+"""Binds the sources and becomes what follows them. Not one bubblewrap around another: the outer one, which has given up
+its capabilities, cannot end another user's process with itself, and a killed driver's programs would go on."""
 AGENT = 1000
 """User and group inside."""
 LESS_URGENT = ("choom", "-n", "1000", "--", "nice", "-n", "5")
@@ -60,8 +75,8 @@ class Bubblewrap:
     def _as_owner(self, shown: Mapping[str, Path]) -> tuple[list[str], dict[str, Path]]:
         """What brings every source to a place that the owner can reach, and becomes the owner."""
         staged = {place: Path(STAGE, str(number)) for number, place in enumerate(shown)}
-        binds = [word for place, path in shown.items() for word in ("--bind", str(path), str(staged[place]))]
-        stage = [self.program, "--die-with-parent", "--dev-bind", "/", "/", "--tmpfs", STAGE, *binds, "--"]
+        stage = ["unshare", "--mount", "--propagation", "private", "--", "sh", "-c", STAGING, "sh"]
+        stage += [str(len(shown)), *map(str, shown.values())]
         become = ["setpriv", f"--reuid={self.owner}", f"--regid={self.owner}", "--clear-groups", "--"]
         return [*stage, *become], staged
 
@@ -105,6 +120,7 @@ def find_program(name: str = "bwrap") -> str:
     for needed, package in (
         (name, "bubblewrap"),
         ("setpriv", "util-linux"),
+        ("unshare", "util-linux"),
         ("choom", "util-linux"),
         ("prlimit", "util-linux"),
     ):

@@ -12,7 +12,7 @@ import os
 import re
 import select
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,6 @@ GRACE_S = 15.0
 FLOOD_BYTES = 64 << 20
 """A program that prints so much is killed: reading it takes the driver's time."""
 READ_BYTES = 1 << 16
-ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 CommandLine = Callable[[int, int], list[bytes | str]]
 """From the status pipe and the system call filter."""
@@ -65,7 +64,13 @@ class Ended:
 
 
 async def run_once(
-    command: CommandLine, system_calls: Path, stdin: bytes, timeout_s: float, output_bytes: int, watch: Watch
+    command: CommandLine,
+    environment: Mapping[str, str],
+    system_calls: Path,
+    stdin: bytes,
+    timeout_s: float,
+    output_bytes: int,
+    watch: Watch,
 ) -> Ended:
     """Raises NotStarted, and WorkspaceFailed where the kernel does not end what was killed."""
     reader, writer = os.pipe()
@@ -78,7 +83,7 @@ async def run_once(
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=[writer, rules.fileno()],
                 start_new_session=True,
-                env=ENVIRONMENT,
+                env=environment,
                 cwd="/",
             )
     except BaseException:
@@ -174,7 +179,7 @@ class Running:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._namespace, signal.SIGKILL)
             await self._wait_for_namespace()
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # bubblewrap itself, which may be about to make the namespace
             os.killpg(self._process.pid, signal.SIGKILL)
         try:
             await asyncio.wait_for(asyncio.gather(self._process.wait(), *self._reading), GRACE_S)

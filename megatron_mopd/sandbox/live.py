@@ -1,22 +1,27 @@
 """The folders of workspaces that are in use, on a disk that other drivers use too, or used before they were killed.
 
-A driver holds a lock on its folder for as long as it lives, and removes those of which nobody holds the lock.
+A driver holds a lock on its folder for as long as it lives, and removes those of which nobody holds the lock. All that
+makes sandboxes for it has the name of its folder in its environment (programs inside have not), so that what is left of
+a driver that was killed within the first milliseconds of a sandbox, before bubblewrap ends with its parent, is found.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from megatron_mopd.protocols import WorkspaceFailed
 from megatron_mopd.sandbox.tree import FOLDER
 
+VARIABLE = "MOPD_WORKSPACES"
 STATE_FOLDERS = {"tmp": 0o1777, "work": 0o755}
 
 
@@ -28,6 +33,7 @@ class Live:
             fcntl.flock(gate, fcntl.LOCK_EX)
             for folder in root.iterdir():
                 if folder.is_dir() and (held := _locked(folder / "lock")):
+                    end_processes(folder.name)
                     remove(folder)
                     held.close()
             self.folder = root / uuid.uuid4().hex
@@ -35,6 +41,11 @@ class Live:
             held = _locked(self.folder / "lock")
             assert held is not None
             self._lock = held
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of whatever makes a sandbox."""
+        return {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", VARIABLE: self.folder.name}
 
     def new(self, owner: int | None) -> Path:
         """A folder with an empty state."""
@@ -63,6 +74,26 @@ def _locked(file: Path) -> BinaryIO | None:
         lock.close()
         return None
     return lock
+
+
+def end_processes(name: str) -> None:
+    """Those that a dead driver of this folder name started, and that never came to start a program."""
+    while _ended_some(f"{VARIABLE}={name}".encode()):  # they may have started others meanwhile
+        time.sleep(0.01)
+
+
+def _ended_some(mark: bytes) -> bool:
+    found = False
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # another user's, or gone
+            process = os.pidfd_open(int(environment.parent.name))
+            try:
+                if mark in environment.read_bytes().split(b"\0"):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    found = True
+            finally:
+                os.close(process)
+    return found
 
 
 def remove(folder: Path) -> None:

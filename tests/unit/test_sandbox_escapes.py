@@ -464,28 +464,33 @@ def test_an_archive_that_ends_early_or_was_changed_is_refused(tmp_path: Path) ->
     play(tmp_path, body)
 
 
-def test_a_killed_driver_leaves_nothing_that_runs_and_its_files_to_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["while it makes the sandbox", "while the program runs"])
+def test_a_killed_driver_leaves_nothing_that_runs_and_its_files_to_the_next(tmp_path: Path, when: str) -> None:
     mark = f"mopd-orphan-{os.getpid()}"
     program = f"""
 import asyncio, sys, workspaces
 async def main():
     workspace = await workspaces.local(sys.argv[1]).create()
     print(flush=True)
-    await workspace.run(["sh", "-c", "exec sleep 60 # {mark}"])
+    await workspace.run(["sh", "-c", "touch begun; sleep 60 # {mark}"])
 asyncio.run(main())
 """
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))),
-    }
-    with subprocess.Popen([sys.executable, "-c", program, tmp_path], env=env, stdout=subprocess.PIPE) as driver:
+    path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE
+    ) as driver:
         assert driver.stdout is not None
         driver.stdout.readline()
-        wait_until(lambda: any(name for name in running(mark) if name != str(driver.pid)))
+        if when == "while the program runs":
+            wait_until(lambda: any(tmp_path.glob("live/*/*/state/work/begun")))
+        else:
+            wait_until(lambda: any(name != str(driver.pid) for name in running(mark)))
         driver.kill()
-    wait_until(lambda: not running(mark))
+    if when == "while the program runs":
+        wait_until(lambda: not running(mark))
     assert len(list((tmp_path / "live").iterdir())) == 2
     play(tmp_path, lambda workspace: workspace.run(["true"]))
+    wait_until(lambda: not running(mark))
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
