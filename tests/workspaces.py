@@ -28,7 +28,7 @@ Call = Callable[[Workspace, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def local(folder: Path, **options: Any) -> BubblewrapWorkspaces:
-    return BubblewrapWorkspaces(folder, **{"read_only": READ_ONLY, "timeout_s": 30, "max_running": 4, **options})
+    return BubblewrapWorkspaces(folder, **{"read_only": READ_ONLY, "timeout_s": 120, "max_running": 4, **options})
 
 
 @asynccontextmanager
