@@ -3,6 +3,7 @@
 #   make demo [seed=N]        nine teachers into one student, on this machine
 #   make test [ARGS="-k x"]   the tests, but for those that need SGLang
 #   make test-sglang          the tests that need SGLang, on real servers; the first call makes $(SGLANG_VENV)
+#   make bubblewrap           installs the program bwrap where it is absent, as root; make test does it too
 #   make sglang               $(SGLANG_VENV) alone: SGLang on a machine without a GPU
 #   make check                lint, format, types, every example configuration
 #   make format               apply lint fixes and formatting
@@ -34,14 +35,14 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test test-sglang sglang check format
+.PHONY: demo test test-sglang sglang check format bubblewrap
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
 	@$(BIN)/python -m examples.quickstart.demo $(if $(seed),seed=$(seed))
 
-test: $(DEV)
+test: $(DEV) bubblewrap
 	$(BIN)/python -m pytest -m "not sglang and not gpu and not slurm" $(ARGS)
 ifeq ($(ARGS),)
 	PYTHONPATH=$(ORACLES) $(BIN)/python -m pytest tests/oracles
@@ -49,6 +50,11 @@ endif
 
 test-sglang: $(DEV) sglang
 	MOPD_SGLANG_PYTHON=$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
+
+bubblewrap:
+	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null; } || { \
+		echo "the tests of workspaces need bubblewrap: as root, apt-get install -y bubblewrap" >&2; exit 2; }
 
 sglang:
 	@PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) tools/setup_sglang_cpu.sh $(SGLANG_VENV)

@@ -71,6 +71,10 @@ class Client:
         async with self._request("POST", url, path, _encoded(body), silence_s) as response:
             return _json(url + path, await response.read())
 
+    async def delete(self, url: str, path: str) -> Any:
+        async with self._request("DELETE", url, path, None, None) as response:
+            return _json(url + path, await response.read())
+
     async def post_bytes(self, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """The reply as it is."""
         headers = {"Content-Type": "application/octet-stream", **headers}

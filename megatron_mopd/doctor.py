@@ -50,6 +50,12 @@ def diagnosis(sglang_python: Path | None) -> str:
             "fused kernels, optional, on a GPU",
             "from source, https://github.com/NVIDIA/apex (PyPI's apex is something else)",
         ),
+        Part(
+            "bubblewrap",
+            (output(["bwrap", "--version"]) or "").removeprefix("bubblewrap ") or None,
+            "workspaces of agents on this machine",
+            "apt-get install -y bubblewrap",
+        ),
         Part("wandb", version("wandb"), "telemetry.wandb, optional", "pip install -e '.[wandb]'"),
     ]
     return "\n".join([f"ok  python              {sys.version.split()[0]} ({sys.executable})", *map(str, parts)])

@@ -177,3 +177,46 @@ class Sandbox(Protocol):
         """Return once the program and all that it started are gone. A fault of the program is an Execution; it raises
         UserError where the sandbox itself cannot work."""
         ...
+
+
+class WorkspaceFailed(RuntimeError):
+    """A workspace cannot go on, or cannot be made: its trajectory fails, nothing else does. The message says why."""
+
+
+class Workspace(Protocol):
+    """A place in which an agent's commands run and leave state: files, and nothing that runs on between commands. One
+    command at a time; calls that come meanwhile wait."""
+
+    async def run(self, command: Sequence[str], stdin: bytes = b"", timeout_s: float | None = None) -> Execution:
+        """Return once the program and all that it started are gone. Whatever a program does is an Execution: its exit
+        code (128 + n where signal n ended it), "timeout", "killed" by a limit that `stderr` names in its last line, or
+        "refused", for what is no command. None: the workspace's own time-out."""
+        ...
+
+    async def snapshot(self) -> str:
+        """The name of a copy of the state that outlives this process. The same state has the same name."""
+        ...
+
+    async def restore(self, name: str) -> None:
+        """Replace the state by that of the snapshot."""
+        ...
+
+    async def fork(self) -> Workspace:
+        """Another workspace, with a copy of this one's state."""
+        ...
+
+    async def close(self) -> None:
+        """End what runs and remove the state; snapshots stay."""
+        ...
+
+
+class WorkspaceFactory(Protocol):
+    """One backend with its limits (sandbox/load.py)."""
+
+    async def create(self) -> Workspace:
+        """An empty workspace. Raises WorkspaceFailed after a bounded number of tries, UserError where no try helps."""
+        ...
+
+    async def close(self) -> None:
+        """Close every workspace that it made."""
+        ...

@@ -30,7 +30,7 @@ def test_names_every_part_with_its_version_or_what_brings_it(monkeypatch: pytest
     for part in ("torch", "megatron-core", "transformers"):
         assert line_of(part, text).startswith(f"ok  {part}")
         assert metadata.version(part) in line_of(part, text)
-    assert len(text.splitlines()) == 9
+    assert len(text.splitlines()) == 10
     for line in text.splitlines():
         assert line.startswith("ok ") or (line.startswith("-- ") and ": " in line)
 
