@@ -124,6 +124,13 @@ class Prompts(Table):
     effort_variable: str | None = Field(default="thinking_effort", pattern=r"^[A-Za-z_]\w*$")
     """The chat template's variable for the effort; the teachers' prompts are rendered without it. null: so are the
     student's, which then becomes the expert of an effort that it does not read."""
+    chat_template: Literal["checkpoint", "xtml"] = "checkpoint"
+    """checkpoint: that of student.checkpoint. xtml: that of this project, for any tokenizer that has its four special
+    tokens; see docs/gateway.md."""
+    template_variables: dict[str, Any] = Field(default={})
+    """Of the chat template, set for every prompt: some templates keep thinking only where a variable says so."""
+    keep_thinking: bool = False
+    """Refuse a template that drops the thinking of earlier turns, before the run. `mopd gateway` always does."""
 
     @property
     def cells(self) -> tuple[Cell, ...]:
