@@ -99,8 +99,8 @@ def _check_goes_on(renderer: Renderer, i: int, text: str, longer: str) -> None:
     found = Difference(at, text[at : at + SHOWN], longer[at : at + SHOWN])
     raise _refusal(
         renderer,
-        f"what is up to message {i} in another way once more follows: at character {found.at} {found.rendered!r}, where "
-        f"{found.sampled!r} was sampled",
+        f"what is up to message {i} in another way once more follows: at character {found.at} {found.rendered!r}, "
+        f"where {found.sampled!r} was sampled",
     )
 
 

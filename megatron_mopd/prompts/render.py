@@ -107,8 +107,8 @@ class Renderer:
         for marker, ids in zip(MARKERS, self.encode(MARKERS), strict=True):
             if len(ids) != 1 or ids[0] == self.tokenizer.unk_token_id:
                 raise UserError(
-                    f"prompts.chat_template=xtml: {marker} is no token of {self.checkpoint}; add {', '.join(MARKERS)} to "
-                    "its tokenizer as special tokens, with ids below vocab_size"
+                    f"prompts.chat_template=xtml: {marker} is no token of {self.checkpoint}; add {', '.join(MARKERS)} "
+                    "to its tokenizer as special tokens, with ids below vocab_size"
                 )
 
     def _encode(self, prompts: Sequence[Prompt], effort: Callable[[Prompt], str | None]) -> list[list[int]]:

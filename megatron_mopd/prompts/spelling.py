@@ -1,8 +1,8 @@
 """Text from outside that spells a special token stays text.
 
 A tokenizer reads `<|im_end|>` as the token wherever it stands, in the page that a tool returned too. So what others
-wrote is cut after the first character of everything that spells a token, with a character that no text has; the template
-is rendered with it, and the pieces between the cuts are encoded one by one.
+wrote is cut after the first character of everything that spells a token, with a character that no text has; the
+template is rendered with it, and the pieces between the cuts are encoded one by one.
 
 Promise (tests/unit/test_spelling.py): no token that the tokenizer was given beside its vocabulary comes from a message,
 and what a message says is encoded in full.

@@ -1,4 +1,4 @@
-"""Turns in the style of Hermes and Qwen: see tool_calls.py. Thinking and calls each need their tokens in the vocabulary.
+"""Turns in the style of Hermes and Qwen: see tool_calls.py. Thinking and calls need their tokens in the vocabulary.
 
 Line breaks next to a marker are the template's, not the student's words.
 """
