@@ -29,6 +29,7 @@ class ScriptedTexts:
 
     async def generate(self, request: SampleRequest) -> Segment:
         self.asked.append(request)
+        await asyncio.sleep(0)  # as one that computes would
         await self.may_speak.wait()
         if self.error is not None:
             raise self.error

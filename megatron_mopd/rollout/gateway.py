@@ -9,7 +9,7 @@ The harness speaks in messages; the gateway keeps the token ids. It refuses at s
 on the way a harness that drops or rewrites what was said (chat_history.py). The prompt of the trajectory is what the
 harness sends first; of the given prompt, domain, effort and everything else is kept. See docs/gateway.md.
 
-Promises: tests/contract/test_gateway.py.
+Promises: tests/contract/test_external_client.py, tests/unit/test_gateway.py.
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ def test_other_tokens_for_the_same_text_are_kept_as_they_were_sampled(renderer: 
         assert play.session.rerendered == {"other_tokens": 1}
         ids = (await play.close()).response_ids.tolist()
         assert ids[at : at + 2] == [t_id, h_id]
-        assert th_id not in ids
+        assert th_id not in ids[at:]
 
     run(body())
 
@@ -351,8 +351,8 @@ def test_a_session_that_is_ended_while_the_student_speaks_keeps_what_it_said(ren
 def test_a_conversation_in_the_style_of_hermes(tmp_path: Path) -> None:
     """What its template writes after the token that ends a turn is observed, not sampled."""
     renderer = hermes_renderer(tmp_path)
-    call = '<think>\nhm\n</think>\n<tool_call>\n{"name": "look", "arguments": {"key": "A"}}\n</tool_call><|im_end|>'
-    seven = "<think>\n\n</think>\n7<|im_end|>"
+    call = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {"key": "A"}}\n</tool_call><|im_end|>'
+    seven = "<think>\n\n</think>\n\n7<|im_end|>"
 
     async def body() -> None:
         play = await Play(renderer, [call, seven]).open(replace(PROMPT, effort=""))
