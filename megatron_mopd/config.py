@@ -271,6 +271,16 @@ class Service(Table):
     start_timeout_s: Seconds = 900.0
 
 
+class Gateway(Table):
+    """The OpenAI-compatible endpoint for external harnesses, see docs/gateway.md."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, lt=1 << 16)
+    """0: a free one."""
+    api_key_env: str | None = None
+    """Environment variable with the key; needed for a host that other machines can reach."""
+
+
 class Advantage(Table):
     """What a group's rewards become; see objectives/advantages.py."""
 
@@ -415,6 +425,7 @@ class Config(Table):
     OptimizerParamScheduler."""
     sglang: SGLang = SGLang()
     service: Service = Service()
+    gateway: Gateway = Gateway()
 
     def dump(self) -> str:
         """The resolved tree as YAML; loading it gives this config again."""

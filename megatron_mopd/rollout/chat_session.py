@@ -3,10 +3,10 @@
     prompt        the messages and tools of the first request, rendered
     segments      [ sampled (mask 1) | what the client said next, rendered (mask 0) | sampled | ... ]
 
-Promises (tests/unit/test_chat_session.py, tests/contract/test_external_client.py): token ids are appended as they were sampled
-and never tokenized again; a request that does not continue what was said is refused and changes nothing; the same
-request again gets the same answer, whether its client had hung up, and is never sampled twice; an interrupted turn goes
-on from its log, with each stretch under its own weight version; sampled and observed tokens never exceed the budget.
+Promises (tests/unit/test_chat_session.py, tests/contract/test_external_client.py): token ids are appended as they were
+sampled and never tokenized again; a request that does not continue what was said is refused and changes nothing; the
+same request again gets the same answer, whether its client had hung up, and is never sampled twice; an interrupted turn
+goes on from its log, with each stretch under its own weight version; sampled and observed tokens never exceed the budget.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from megatron_mopd.prompts.spelling import Spelling
 from megatron_mopd.protocols import RolloutEngine
 from megatron_mopd.rollout.chat_request import Refused
 from megatron_mopd.rollout.chat_session import Session, Speaker
-from megatron_mopd.rollout.gateway_http import ChatApi
+from megatron_mopd.rollout.gateway_http import UNPACKS, ChatApi
 from megatron_mopd.rollout.thinking import check_thinking
 from megatron_mopd.rollout.tool_calls import turn_parser
 from megatron_mopd.servers.addresses import check_host, url_of
@@ -78,7 +78,9 @@ class Gateway:
         )
         self._sessions: dict[str, Session] = {}
         self._new_prompt, self._on_finished = new_prompt, on_finished
-        self._runner = web.AppRunner(ChatApi(self, api_key).app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self._runner = web.AppRunner(
+            ChatApi(self, api_key).app, access_log=None, shutdown_timeout=SHUTDOWN_S, auto_decompress=UNPACKS
+        )
         self._url = ""
 
     async def start(self) -> str:

@@ -29,6 +29,8 @@ from megatron_mopd.rollout.chat_session import Answer, Session
 MAX_BODY_BYTES = 1 << 26
 KEEP_ALIVE_S = 10.0
 """Between the comments of a stream that waits for its turn."""
+UNPACKS = False
+"""A few bytes may unpack to gigabytes, and aiohttp hangs up where they do not unpack."""
 HEALTH = "/health"
 HEADER = "X-Session-Id"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -68,7 +70,7 @@ class ChatApi:
             return _refusal(refused)
         except web.HTTPException as error:  # aiohttp's own: no such path, another method, too large a body
             return _refusal(Refused(error.status, error.text or error.reason))
-        except web.RequestPayloadError as error:  # cut, or not of the Content-Encoding that it is said to have
+        except web.RequestPayloadError as error:  # it is cut
             return _refusal(Refused(400, f"the body cannot be read: {' '.join(str(error).split())}"))
         except ConnectionError:
             raise  # the client has hung up
@@ -139,6 +141,8 @@ async def _body(request: web.Request) -> bytes:
     """Of JSON alone: a page in somebody's browser cannot send that here without asking."""
     if request.content_type != "application/json":
         raise Refused(415, f"the body must be application/json, not {request.content_type}")
+    if encoding := request.headers.get("Content-Encoding"):
+        raise Refused(415, f"the body must be sent as it is, not in the encoding {encoding}")
     return await request.read()
 
 

@@ -81,7 +81,8 @@ def test_mistakes_are_errors_of_openais_shape(renderer: Renderer, monkeypatch: p
         ({**ASK, "model": "gpt"}, {}, 404, "model 'gpt' is not served; student is"),
         ({**ASK, "user": "x" * 3000}, {}, 413, "Maximum request body size 2000 exceeded"),
         (ASK, {"headers": {"Content-Type": "text/plain"}}, 415, "the body must be application/json, not text/plain"),
-        (b"abc", {"headers": {"Content-Encoding": "gzip"}}, 400, ""),
+        (b"abc", {"headers": {"Content-Encoding": "gzip"}}, 415, "not in the encoding gzip"),
+        (b"abc" * 300, {"headers": {"Content-Encoding": "br"}}, 415, "not in the encoding br"),
     ]
 
     async def body(world: World) -> None:
