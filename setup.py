@@ -21,6 +21,7 @@ EXTRAS = {
     # pyright runs on node, which its extra brings from PyPI.
     "dev": [
         *("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.14", "pyright[nodejs]", "pre-commit>=4"),
+        "openai>=2.8,<4",  # the client that the tests of the gateway play with
         "compressed-tensors>=0.20",  # what tests compare quantized bytes with; torchao as well, see Makefile
     ],
 }
@@ -51,6 +52,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "."},  # makes an editable install one line in a .pth file: examples and tools import too
     packages=find_packages(include=["megatron_mopd*", "checkpoints_conversion*"]),
+    package_data={"megatron_mopd.prompts": ["xtml.jinja"]},
     ext_modules=[extension(source) for source in COMPILED],
     install_requires=[
         "torch>=2.8",

@@ -54,7 +54,7 @@ def write_budgets(config: Config) -> dict[str, Any]:
     prompts = read_prompts(outputs)
     if not prompts:
         raise UserError("prompts.files is empty; name files with prompts")
-    renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
+    renderer = Renderer.of_student(config)
     rendered = render(prompts, renderer, config.budgets.estimate.effort)
     sampling = replace(build.sampling(config, renderer.tokenizer), taus={})
     with build.student_servers(config):

@@ -181,7 +181,7 @@ def driver_parts(config: Config, fetch_weights: FetchWeights) -> DriverParts:
     from megatron_mopd.teachers.no_teacher import NoTeacher
     from megatron_mopd.teachers.router import Router
 
-    renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
+    renderer = Renderer.of_student(config)
     driver_trace = trace_of(config, "driver")
     router = lanes = NoTeacher()
     if config.objective.needs_teachers:
@@ -221,7 +221,7 @@ def demonstrator_parts(config: Config) -> DemonstratorParts:
     return DemonstratorParts(
         config=config,
         source=PromptSource(demonstrations, config.prompts, config.run.seed, "demonstration"),
-        renderer=Renderer(config.student.checkpoint, config.prompts.effort_variable),
+        renderer=Renderer.of_student(config),
         store=TrajectoryStore(config.run.folder),
         trace=trace_of(config, "driver"),
         max_tokens=read_hf_config(config.student.checkpoint, "student.checkpoint")["max_position_embeddings"],

@@ -14,6 +14,8 @@
     mopd serve CONFIG [a.b=c ...]       keep the run's servers until Ctrl-C; `mopd train` then uses them
     mopd serve-teacher CONFIG [...]     serve the teachers on the backend megatron (service.num_processes ranks) until
                                         Ctrl-C; other runs then name its URL in service.urls
+    mopd gateway CONFIG [a.b=c ...]     the student behind an OpenAI-compatible endpoint until Ctrl-C; what harnesses
+                                        play with it goes to RUN/gateway
     mopd doctor [CONFIG ...]            which parts are installed here, and what brings the others
 
 CONFIG is one YAML file or more, later ones overlaying earlier ones; --print-config prints the resolved tree and stops.
@@ -108,6 +110,7 @@ def _dispatch(words: list[str]) -> int | None:
         "sample-teachers": _sample_teachers,
         "serve": _serve,
         "serve-teacher": _serve_teacher,
+        "gateway": _gateway,
     }
     if name not in commands:
         raise UserError(f"unknown command {name!r}; known: {', '.join([*commands, *without_config])}")
@@ -181,6 +184,15 @@ def _serve_teacher(config: Config, words: list[str]) -> int:
 
     table = config.service
     return launch("megatron_mopd.mcore.serve_teacher", words, table.num_processes, config.run.folder, drains=True)
+
+
+def _gateway(config: Config, words: list[str]) -> None:
+    from megatron_mopd.preflight import check_before_sampling
+
+    check_before_sampling(config)
+    from megatron_mopd.serve_student import serve_student
+
+    serve_student(config)
 
 
 def _pipeline(words: list[str]) -> int:

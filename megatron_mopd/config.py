@@ -124,6 +124,13 @@ class Prompts(Table):
     effort_variable: str | None = Field(default="thinking_effort", pattern=r"^[A-Za-z_]\w*$")
     """The chat template's variable for the effort; the teachers' prompts are rendered without it. null: so are the
     student's, which then becomes the expert of an effort that it does not read."""
+    chat_template: Literal["checkpoint", "xtml"] = "checkpoint"
+    """checkpoint: that of student.checkpoint. xtml: that of this project, for any tokenizer that has its four special
+    tokens; see docs/gateway.md."""
+    template_variables: dict[str, Any] = Field(default={})
+    """Of the chat template, set for every prompt: some templates keep thinking only where a variable says so."""
+    keep_thinking: bool = False
+    """Refuse a template that drops the thinking of earlier turns, before the run. `mopd gateway` always does."""
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -262,6 +269,16 @@ class Service(Table):
     offloaded_teachers: Annotated[int, Field(ge=0)] | None = None
     """Teachers whose weights stay in host memory besides; null: all others. What is in neither is read again."""
     start_timeout_s: Seconds = 900.0
+
+
+class Gateway(Table):
+    """The OpenAI-compatible endpoint for external harnesses, see docs/gateway.md."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, lt=1 << 16)
+    """0: a free one."""
+    api_key_env: str | None = None
+    """Environment variable with the key; needed for a host that other machines can reach."""
 
 
 class Advantage(Table):
@@ -408,6 +425,7 @@ class Config(Table):
     OptimizerParamScheduler."""
     sglang: SGLang = SGLang()
     service: Service = Service()
+    gateway: Gateway = Gateway()
 
     def dump(self) -> str:
         """The resolved tree as YAML; loading it gives this config again."""

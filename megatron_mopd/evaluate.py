@@ -48,7 +48,7 @@ def evaluate_run(config: Config) -> dict[str, Any]:
     rows = read_record(config.run.folder) if has_record(config.run.folder) else []
     steps_s = sum(row["timing"].get("time/step_s") or 0.0 for row in rows)
     start = time.monotonic()
-    renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
+    renderer = Renderer.of_student(config)
     prompts = evaluation_prompts(config, renderer)
     with build.student_servers(config):
         scores = asyncio.run(_score_models(config, build.sampling(config, renderer.tokenizer), student, prompts))

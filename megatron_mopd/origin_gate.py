@@ -55,7 +55,7 @@ def with_few_prompts(config: Config) -> Config:
 
 async def _grade(config: Config) -> list[Graded]:
     """The driver's first step, without the store."""
-    renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
+    renderer = Renderer.of_student(config)
     source = PromptSource(read_prompts(config.prompts.files), config.prompts, config.run.seed)
     router = Router(config.teachers.models, config.prompts.cells)
     sampling, lanes = build.sampling(config, renderer.tokenizer), build.teacher_lanes(config)

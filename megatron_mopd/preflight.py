@@ -28,10 +28,12 @@ from megatron_mopd.objective_options import check_objective_options
 from megatron_mopd.prompts.demonstrations import read_demonstrations
 from megatron_mopd.prompts.files import read_prompts, task_of
 from megatron_mopd.prompts.source import PromptSource
+from megatron_mopd.prompts.xtml import check_xtml
 from megatron_mopd.protocols import PromptChecker
 from megatron_mopd.quantization.policy import check_quantization, refuse_packed
 from megatron_mopd.resume import check_resume, read_facts
 from megatron_mopd.rollout.environments import check_options, load_factory
+from megatron_mopd.rollout.thinking import check_prompts_keep_thinking
 from megatron_mopd.servers.wanted import check_servers, server_lines
 from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.router import Router
@@ -45,6 +47,8 @@ def preflight(config: Config, world_size: int) -> str:
     check_objective_options(config)
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     check_student(config.student.checkpoint, hf_config)
+    check_xtml(config)
+    check_prompts_keep_thinking(config)
     check_run_folder(config.run.folder)
     table = split_megatron_table(config.megatron)
     check_optimizer_options(table)
@@ -71,6 +75,8 @@ def check_before_sampling(config: Config) -> None:
     """Where nothing is trained: `mopd budgets` and `mopd sample-teachers`."""
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     check_student(config.student.checkpoint, hf_config)
+    check_xtml(config)
+    check_prompts_keep_thinking(config)
     check_run_folder(config.run.folder)
     check_environments(config)
     for files in (config.prompts.files, config.prompts.eval_files):

@@ -47,7 +47,7 @@ def write_samples(config: Config) -> list[Path]:
     files = {teacher.name: samples_file(config, teacher) for teacher in wanted_teachers(config)}
     _claim_folder(config)
     if any(not file.exists() for file in files.values()):
-        renderer = Renderer(config.student.checkpoint, config.prompts.effort_variable)
+        renderer = Renderer.of_student(config)
         sampling = build.sampling(config, renderer.tokenizer)
         with build.student_servers(config):
             asyncio.run(_sample_teachers(config, sampling, renderer, files))
