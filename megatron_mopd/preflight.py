@@ -33,7 +33,6 @@ from megatron_mopd.protocols import PromptChecker
 from megatron_mopd.quantization.policy import check_quantization, refuse_packed
 from megatron_mopd.resume import check_resume, read_facts
 from megatron_mopd.rollout.environments import check_options, load_factory
-from megatron_mopd.rollout.thinking import check_prompts_keep_thinking
 from megatron_mopd.servers.wanted import check_servers, server_lines
 from megatron_mopd.teachers.identity import check_same_language
 from megatron_mopd.teachers.router import Router
@@ -47,8 +46,7 @@ def preflight(config: Config, world_size: int) -> str:
     check_objective_options(config)
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     check_student(config.student.checkpoint, hf_config)
-    check_xtml(config)
-    check_prompts_keep_thinking(config)
+    check_template(config)
     check_run_folder(config.run.folder)
     table = split_megatron_table(config.megatron)
     check_optimizer_options(table)
@@ -75,8 +73,7 @@ def check_before_sampling(config: Config) -> None:
     """Where nothing is trained: `mopd budgets` and `mopd sample-teachers`."""
     hf_config = read_hf_config(config.student.checkpoint, "student.checkpoint")
     check_student(config.student.checkpoint, hf_config)
-    check_xtml(config)
-    check_prompts_keep_thinking(config)
+    check_template(config)
     check_run_folder(config.run.folder)
     check_environments(config)
     for files in (config.prompts.files, config.prompts.eval_files):
@@ -120,6 +117,15 @@ def check_student(folder: Path, hf_config: Mapping[str, Any]) -> None:
         )
     check_weight_files(folder, "student.checkpoint")
     refuse_packed(folder, hf_config, "student.checkpoint")
+
+
+def check_template(config: Config) -> None:
+    """It can say the effort, and keeps what was said if that is asked for."""
+    check_xtml(config)
+    if config.prompts.keep_thinking:  # it takes the tokenizer to tell
+        from megatron_mopd.rollout.thinking import check_student_thinking
+
+        check_student_thinking(config)
 
 
 def check_teachers(config: Config) -> list[str]:

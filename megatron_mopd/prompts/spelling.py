@@ -14,11 +14,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_mopd.errors import UserError
 from megatron_mopd.prompts.render import Renderer
 
 CUT = "\ufdd0"
-"""Unicode keeps it from ever being a character."""
+"""Unicode keeps it from ever being a character; text that has it all the same gets the one for what is none."""
+NAMES = frozenset(
+    ("role", "system", "user", "assistant", "tool", "content", "reasoning_content", "tool_calls", "tool_call_id")
+    + ("id", "type", "function", "name", "arguments", "description", "parameters")
+)
 
 
 class Spelling:
@@ -29,11 +32,11 @@ class Spelling:
         self._renderer = renderer
 
     def cut(self, value: Any) -> Any:
-        """The value of JSON, with all its strings cut. Raises UserError for text that has the cut already."""
+        """The value of JSON, with all its strings cut, but for the names that templates look for."""
         if isinstance(value, str):
-            if CUT in value:
-                raise UserError("U+FDD0 is no character, and may not be in a message")
-            return self._begins.sub(rf"\1{CUT}", value)
+            if value in NAMES:
+                return value
+            return self._begins.sub(rf"\1{CUT}", value.replace(CUT, "\ufffd"))
         if isinstance(value, dict):
             return {self.cut(key): self.cut(item) for key, item in value.items()}
         return [self.cut(item) for item in value] if isinstance(value, list | tuple) else value

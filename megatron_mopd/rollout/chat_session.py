@@ -6,7 +6,8 @@
 Promises (tests/unit/test_chat_session.py, tests/contract/test_external_client.py): token ids are appended as they were
 sampled and never tokenized again; a request that does not continue what was said is refused and changes nothing; the
 same request again gets the same answer, whether its client had hung up, and is never sampled twice; an interrupted turn
-goes on from its log, with each stretch under its own weight version; sampled and observed tokens never exceed the budget.
+goes on from its log, with each stretch under its own weight version; sampled and observed tokens never exceed the
+budget.
 """
 
 from __future__ import annotations

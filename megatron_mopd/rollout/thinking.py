@@ -20,6 +20,5 @@ def check_thinking(renderer: Renderer) -> None:
     check_history(renderer, read, with_tools=parser.has_tools)
 
 
-def check_prompts_keep_thinking(config: Config) -> None:
-    if config.prompts.keep_thinking:
-        check_thinking(Renderer.of_student(config))
+def check_student_thinking(config: Config) -> None:
+    check_thinking(Renderer.of_student(config))

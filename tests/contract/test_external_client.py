@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from megatron_mopd.embedded.engine import EmbeddedEngine
 from megatron_mopd.prompts.render import Renderer
 from megatron_mopd.protocols import SampleRequest
 from megatron_mopd.rollout.gateway import Gateway
+from megatron_mopd.trajectory_file import read_trajectories
 from megatron_mopd.types import Prompt, Segment, Trajectory
 
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
@@ -161,6 +164,34 @@ def check_is_what_was_sampled(trajectory: Trajectory, sampled: Sequence[Segment]
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_tool_task_is_recorded_as_it_was_sampled(folder: Path, streams: bool) -> None:
     play(folder, 1, streams)
+
+
+def test_the_command_serves_a_student_and_keeps_what_was_played(folder: Path, tmp_path: Path) -> None:
+    tree = {
+        "run": {"folder": str(tmp_path / "run"), "num_steps": 1},
+        "student": {"checkpoint": str(folder)},
+        "prompts": {"batch_size": 1, "mixture": {"agents": 1}, "chat_template": "xtml", "keep_thinking": True},
+        "rollout": {"max_response_tokens": 400, "temperature": 0.1},
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(tree))
+    words = [sys.executable, "-m", "megatron_mopd.cli", "gateway", str(tmp_path / "mine.yaml")]
+    server = subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        said = server.stdout.readline()
+        url = said.split()[1].rstrip(";")
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            opened: Any = client.post("/sessions", body={"domain": "agents", "id": "t"}, cast_to=object)
+            player = client.with_options(base_url=f"{url}{opened['base_path']}")
+            answer = player.chat.completions.create(model="student", messages=TASK[:1], tools=TOOLS)
+            ended: Any = client.delete(f"/sessions/{opened['id']}", cast_to=object)
+    finally:
+        server.terminate()
+        out, err = server.communicate(timeout=60)
+    assert (server.returncode, err) == (0, ""), out
+    (kept,) = read_trajectories(tmp_path / "run" / "gateway" / f"{ended['trajectory']}.safetensors")
+    assert answer.usage is not None
+    assert len(kept.trajectory.response_ids) == answer.usage.completion_tokens == ended["sampled_tokens"]
 
 
 def test_many_sessions_at_once(folder: Path) -> None:

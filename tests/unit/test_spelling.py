@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from chat import xtml_renderer
+from chat import write_chat_folder, xtml_renderer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mopd.errors import UserError
 from megatron_mopd.prompts.render import Renderer
 from megatron_mopd.prompts.spelling import CUT, Spelling
 from megatron_mopd.prompts.xtml import MARKERS
@@ -39,6 +40,13 @@ def test_the_template_keeps_its_markers(renderer: Renderer, spelling: Spelling) 
     assert counts == [2, 2, 0, 1]
 
 
-def test_the_cut_itself_may_not_be_said(spelling: Spelling) -> None:
-    with pytest.raises(UserError, match=r"U\+FDD0 is no character"):
-        spelling.cut({"content": f"a{CUT}b"})
+def test_the_cut_itself_is_no_character_of_a_message(renderer: Renderer, spelling: Spelling) -> None:
+    (ids,) = spelling.encode([spelling.cut({"content": f"a{CUT}b"})["content"]])
+    assert renderer.tokenizer.decode(ids) == "a\ufffdb"
+
+
+def test_names_that_templates_look_for_stay_whole(tmp_path: Path) -> None:
+    folder = write_chat_folder(tmp_path, tokens=("user", "content", *MARKERS))
+    spelling = Spelling(Renderer(folder, None, "xtml"))
+    message = {"role": "user", "content": "a user"}
+    assert spelling.cut(message) == {"role": "user", "content": f"a u{CUT}ser"}
