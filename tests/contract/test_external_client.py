@@ -183,7 +183,8 @@ def test_the_command_serves_a_student_and_keeps_what_was_played(folder: Path, tm
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             opened: Any = client.post("/sessions", body={"domain": "agents", "id": "t"}, cast_to=object)
             player = client.with_options(base_url=f"{url}{opened['base_path']}")
-            answer = player.chat.completions.create(model="student", messages=TASK[:1], tools=TOOLS)
+            asked: dict[str, Any] = {"model": "student", "messages": TASK[:1], "tools": TOOLS}
+            answer = player.chat.completions.create(**asked)
             ended: Any = client.delete(f"/sessions/{opened['id']}", cast_to=object)
     finally:
         server.terminate()
