@@ -19,8 +19,24 @@ from megatron_mopd.prompts.render import Renderer
 CUT = "\ufdd0"
 """Unicode keeps it from ever being a character; text that has it all the same gets the one for what is none."""
 NAMES = frozenset(
-    "role system user assistant tool content reasoning_content tool_calls tool_call_id id type function name arguments "
-    "description parameters".split()
+    [
+        "role",
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "content",
+        "reasoning_content",
+        "tool_calls",
+        "tool_call_id",
+        "id",
+        "type",
+        "function",
+        "name",
+        "arguments",
+        "description",
+        "parameters",
+    ]
 )
 
 
