@@ -73,6 +73,25 @@ RUN_METRICS = _by_name(
     Metric("rollout/training_reward", "reward", "mean reward with the budget rule, of which advantages are made"),
     Metric("rollout/even_groups", "share", "prompts all of whose samples have the same training reward"),
     Metric("rollout/staleness", "versions", "weight version of the trainer - of the sampled token, token mean"),
+    Metric("rollout/stale_share", "share", "sampled tokens of the batch that older weights have sampled"),
+    Metric("rollout/stale_kv_share", "share", "sampled tokens after keys and values of older weights than their own"),
+    Metric("rollout/oldest", "versions", "weight version of the trainer - of the batch's oldest token"),
+    Metric("rollout/version_span", "versions", "most weight versions between the tokens of one trajectory"),
+    Metric("rollout/in_flight", "trajectories", "left unfinished for the next step, which goes on with them first"),
+    Metric("rollout/in_flight_tokens", "tokens", "of those, prompts included"),
+    Metric("rollout/surplus", "prompts", "finished beyond the batch: first in the next one"),
+    *(
+        Metric(f"rollout/interrupted_{reason}", "trajectories", meaning)
+        for reason, meaning in (
+            ("pause", "cut in the middle of sampling, as the batch was full"),
+            ("unstarted", "cut before their first token"),
+            ("turn", "left between two requests, as the batch was full"),
+            ("engine", "cut by the engine (new weights, an abort) and gone on at once"),
+        )
+    ),
+    Metric("rollout/kv_retained", "tokens", "key-value cache held over the last interruption"),
+    Metric("rollout/kv_reused", "tokens", "of it, what was there when trajectories went on"),
+    Metric("rollout/kv_evicted", "tokens", "of trajectories that went on, what had to be computed again"),
     Metric("rollout/unscored", "trajectories", "sampled, and left for a later step because a lane has no endpoint"),
     Metric("time/load_s", "s", "the rollout engine loads the new weights"),
     Metric("time/sample_s", "s", "sampling, with the scoring that hides behind it"),
