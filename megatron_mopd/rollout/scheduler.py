@@ -8,9 +8,10 @@ A step draws until `ceil(oversampling * batch_size)` prompts are in the pool, sa
 oversampling 1 nothing is ever interrupted: that is synchronous mode, the same code.
 
 Nothing is dropped, so what is trained on has the lengths that the student samples, but for the first steps, which
-finish short trajectories first. Nor does anything grow older than `max_staleness` weight versions: a prompt that would
-be too old in the next step is *due*, and the step keeps a place in its batch for it and waits. Since a step never
-releases another in its place, there are always enough places if oversampling <= 1 + max_staleness.
+finish short trajectories first. Nor does anything grow older than `max_staleness` weight versions: a prompt has until
+step `begun + max_staleness`, and a finished one is left for the next step if otherwise the places of some later step
+could not hold all that have to be in it. So a step may wait for the prompts whose last step it is; there are always
+places for them if oversampling <= 1 + max_staleness, which preflight asks for.
 
 Promises (tests/unit/test_scheduler.py): batches, and their order, follow from the configuration, the weights and the
 tokens, if the engine's order does and environments answer at once (sampler.py); names of trajectories, and so the noise
@@ -22,8 +23,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from megatron_mopd.config import Partial
 from megatron_mopd.prompts.source import Place
@@ -39,16 +42,39 @@ class Source(Protocol):
     def take(self, place: Place, count: int, /) -> tuple[list[tuple[Place, Prompt]], Place]: ...
 
 
-@dataclass
 class _Step:
-    """What is left to do of the step under way."""
+    """What is left to do of the step under way.
 
-    slots: int
-    """Places of its batch that are free."""
-    due: set[Entry]
-    """Those that must have one."""
-    gate: Gate = field(default_factory=Gate)
-    events: asyncio.Queue[tuple[asyncio.Task[None], Entry, int]] = field(default_factory=asyncio.Queue)
+    `places[j]` are the places of this step and the j after it, `wanted[j]` the prompts whose last step is among them.
+    """
+
+    def __init__(self, pool: Sequence[Entry], version: int, batch_size: int, max_staleness: int) -> None:
+        begun = [version if e.begun_at is None else e.begun_at for e in pool]
+        self._steps_left = {e: max(0, b + max_staleness - version) for e, b in zip(pool, begun, strict=True)}
+        steps_left = np.array(list(self._steps_left.values()), np.int64)
+        self._wanted = np.bincount(steps_left, minlength=max_staleness + 1).cumsum()
+        self._places = batch_size * np.arange(1, len(self._wanted) + 1)
+        self.takes_all = len(pool) <= batch_size
+        self.groups = {e: i for i, e in enumerate(pool)}
+        self.gate = Gate()
+        self.events: asyncio.Queue[tuple[asyncio.Task[None], Entry, int]] = asyncio.Queue()
+
+    @property
+    def is_full(self) -> bool:
+        return self._places[0] == 0
+
+    def must_have(self, entry: Entry) -> bool:
+        """It is in this batch once it is whole."""
+        return self.takes_all or self._steps_left[entry] == 0
+
+    def may_have(self, entry: Entry) -> bool:
+        """There is a place for it that nothing else needs."""
+        others = self._wanted - (np.arange(len(self._wanted)) >= self._steps_left[entry])
+        return not self.is_full and (self.must_have(entry) or bool((others <= self._places - 1).all()))
+
+    def place(self, entry: Entry) -> None:
+        self._places -= 1
+        self._wanted[self._steps_left[entry] :] -= 1
 
 
 class Scheduler:
@@ -84,17 +110,14 @@ class Scheduler:
             new_entry(place, prompt, self._sampling.environments, self._samples_per_prompt)
             for (place, _), prompt in zip(taken, rendered, strict=True)
         ]
-        return [e.prompt for e in self._pool] if self._takes_all else None
+        return [e.prompt for e in self._pool] if len(self._pool) <= self._batch_size else None
 
     async def run(self, taus: Mapping[Cell, float]) -> AsyncIterator[Trajectory]:
         """Sample; yield the trajectories of the batch, each as soon as it is certain to be in it. When this ends
         nothing is sampled any longer. Raises what an environment or the engine raises."""
         version = self._sampling.engine.weight_version
-        oldest = version - self._partial.max_staleness
-        due = {e for e in self._pool if e.begun_at is not None and e.begun_at <= oldest}
-        step, groups = _Step(self._batch_size, due), {e: i for i, e in enumerate(self._pool)}
-        self._gate, takes_all = step.gate, self._takes_all
-        assert len(due) <= step.slots, f"{len(due)} prompts are due in a batch of {step.slots}"
+        step = _Step(self._pool, version, self._batch_size, self._partial.max_staleness)
+        self._gate = step.gate
         sampling = replace(self._sampling, taus=taus)
         tasks = [
             asyncio.create_task(self._go_on(e, i, sampling, step))
@@ -104,14 +127,14 @@ class Scheduler:
         ]
         try:
             for entry in list(self._pool):
-                for trajectory in self._emit(entry, step, takes_all):
-                    yield replace(trajectory, group=groups[entry])
-            while step.slots:
+                for trajectory in self._emit(entry, step):
+                    yield trajectory
+            while not step.is_full:
                 task, entry, index = await step.events.get()
                 task.result()
                 entry.done.append(index)  # the gate is open: it is finished
-                for trajectory in self._emit(entry, step, takes_all):
-                    yield replace(trajectory, group=groups[entry])
+                for trajectory in self._emit(entry, step):
+                    yield trajectory
             await self._pause(step, tasks)
             while not step.events.empty():
                 _, entry, index = step.events.get_nowait()
@@ -146,10 +169,6 @@ class Scheduler:
         """Take up what an earlier process left."""
         self._pool, self._next = read_pool(log, cut, self._sampling.environments)
 
-    @property
-    def _takes_all(self) -> bool:
-        return len(self._pool) <= self._batch_size
-
     async def _go_on(self, entry: Entry, index: int, sampling: Sampling, step: _Step) -> None:
         """Nothing is awaited between its last token and the event: who reads that interrupts at a column that follows
         from tokens."""
@@ -160,19 +179,17 @@ class Scheduler:
         finally:
             step.events.put_nowait((task, entry, index))
 
-    def _emit(self, entry: Entry, step: _Step, takes_all: bool) -> list[Trajectory]:
+    def _emit(self, entry: Entry, step: _Step) -> list[Trajectory]:
         """The finished samples of the entry that are certain to be in the batch now, and were not before."""
-        is_due = entry in step.due
-        releases = entry.is_whole and step.slots > 0 and (is_due or step.slots > len(step.due))
-        if not (releases or is_due or takes_all):
+        is_placed = entry.is_whole and step.may_have(entry)
+        if not (is_placed or step.must_have(entry)):
             return []
         new = [entry.samples[i].trajectory for i in entry.done[entry.num_emitted :]]
         entry.num_emitted = len(entry.done)
-        if releases:
-            step.slots -= 1
-            step.due.discard(entry)
+        if is_placed:
+            step.place(entry)
             self._pool.remove(entry)
-        return [t for t in new if t is not None]
+        return [replace(t, group=step.groups[entry]) for t in new if t is not None]
 
     async def _pause(self, step: _Step, tasks: Sequence[asyncio.Task[None]]) -> None:
         """What goes on in an environment comes to its end; what is sampled is cut."""

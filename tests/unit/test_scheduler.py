@@ -211,11 +211,16 @@ def test_what_is_left_of_a_budget_is_asked_for(tmp_path: Path) -> None:
 
 def test_a_turn_that_takes_time_is_waited_for_and_its_trajectory_goes_on_later() -> None:
     class Slow(OneTurn):
+        def __init__(self, prompt: Prompt) -> None:
+            super().__init__(prompt)
+            self.turns_left = length_of(prompt.id) // 4
+
         async def step(self, token_ids: tuple[int, ...]) -> Observation:
             await asyncio.sleep(0.001)
-            return Observation((5, 6), done=len(token_ids) > 3)
+            self.turns_left -= 1
+            return Observation((5, 6), done=self.turns_left < 0)
 
-    loop = Loop(HALF_MORE, make=Slow, lengths=lambda i: 3)  # always at its end: it stops at every token
+    loop = Loop(HALF_MORE, make=Slow, lengths=lambda i: 3)  # and then it stops at every token
     batches = loop.steps(0, 4)
     assert all(len(batch) == BATCH for batch in batches)
     assert sum(r["interrupted"].get("turn", 0) + r["interrupted"].get("pause", 0) for r in loop.reports) > 0
