@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_mopd.protocols import KvUse, Observation, SampleRequest
@@ -95,5 +95,5 @@ class OneTurn:
         return Outcome(1.0, int(trajectory.loss_mask.sum()))
 
 
-def render(prompts: list[Prompt]) -> list[RenderedPrompt]:
+def render(prompts: Sequence[Prompt]) -> list[RenderedPrompt]:
     return [RenderedPrompt(prompt, (7, 8), (7, 9)) for prompt in prompts]

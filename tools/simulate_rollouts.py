@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
-import zlib
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,8 @@ def length_function(name: str, seed: int) -> Callable[[str], int]:
     quantiles, lengths = read_quantiles(name)
 
     def length_of(trajectory_id: str) -> int:
-        u = zlib.crc32(f"{seed}/{trajectory_id}".encode()) / 2**32
+        digest = hashlib.blake2b(f"{seed}/{trajectory_id}".encode(), digest_size=8).digest()
+        u = int.from_bytes(digest, "little") / 2.0**64
         return max(1, round(float(np.interp(u, quantiles, lengths))))
 
     return length_of
@@ -172,12 +173,15 @@ async def _simulate(s: Setting) -> Simulated:
 
 
 def ks_distance(lengths: np.ndarray, name: str) -> float:
-    """Largest difference between the lengths' distribution function and that of the table (Kolmogorov-Smirnov)."""
+    """Largest difference between the lengths' distribution function and that of the table (Kolmogorov-Smirnov).
+
+    Lengths are rounded to whole tokens: below k + 1/2 of the table is k.
+    """
     quantiles, table = read_quantiles(name)
-    x = np.sort(lengths)
-    want = np.interp(x, table, quantiles)
-    n = len(x)
-    return float(max(np.abs(np.arange(1, n + 1) / n - want).max(), np.abs(want - np.arange(n) / n).max()))
+    values, counts = np.unique(lengths, return_counts=True)
+    edges = np.unique(np.concatenate([values - 1, values]))
+    below = np.concatenate([[0], np.cumsum(counts)])[np.searchsorted(values, edges, side="right")] / len(lengths)
+    return float(np.abs(below - np.interp(edges + 0.5, table, quantiles)).max())
 
 
 def trained_lengths(simulated: Simulated) -> np.ndarray:

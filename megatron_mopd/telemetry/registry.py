@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_mopd.step_metrics import NUM_DECILES
+from megatron_mopd.step_metrics import NUM_AGES, NUM_DECILES
 from megatron_mopd.types import Cell
 
 
@@ -54,6 +54,10 @@ RUN_METRICS = _by_name(
     Metric("train/mismatch_quarter_2", "nats/token", "train/mismatch_mean in the second quarter"),
     Metric("train/mismatch_quarter_3", "nats/token", "train/mismatch_mean in the third quarter"),
     Metric("train/mismatch_quarter_4", "nats/token", "train/mismatch_mean in the last quarter"),
+    *(
+        Metric(f"train/drift_{age}", "nats/token", f"|trainer - rollout| log-probs of tokens {older} older, mean")
+        for age, older in enumerate(("one version", "two versions", "three or more versions"), start=1)
+    ),
     Metric("train/route_agreement", "share", "replayed (token, layer) pairs whose experts the trainer would choose"),
     Metric("train/ratio_clipped", "share", "tokens without a gradient by objective.ratio.clip_low and clip_high (PPO)"),
     Metric("train/ratio_masked", "share", "tokens without one by objective.ratio.mask_low and mask_high (IcePop)"),
@@ -117,6 +121,7 @@ CELL_METRICS = _by_name(
     Metric("mismatch_max", "nats", "as train/mismatch_max"),
     Metric("mismatch_kl", "nats/token", "as train/mismatch_kl"),
     *(Metric(f"mismatch_quarter_{i}", "nats/token", f"as train/mismatch_quarter_{i}") for i in range(1, 5)),
+    *(Metric(f"drift_{age}", "nats/token", f"as train/drift_{age}") for age in range(1, NUM_AGES + 1)),
     Metric("route_agreement", "share", "as train/route_agreement"),
     *(Metric(f"ratio_{what}", "share", f"as train/ratio_{what}") for what in ("clipped", "masked", "truncated")),
     Metric("tokens", "tokens", "trained tokens of the cell"),

@@ -64,6 +64,7 @@ def _measured_means(metrics: StepMetrics | CellMetrics, has_teacher: bool) -> di
     named = {"mismatch_mean": metrics.mismatch, "mismatch_kl": metrics.mismatch_kl}
     named["mismatch_max"] = Mean(metrics.mismatch_max, metrics.mismatch.count)
     named |= {f"mismatch_quarter_{i}": mean for i, mean in enumerate(metrics.mismatch_quarters, start=1)}
+    named |= {f"drift_{age}": mean for age, mean in enumerate(metrics.drift_by_age, start=1)}
     if has_teacher:
         named |= {f"reverse_kl_decile_{i}": mean for i, mean in enumerate(metrics.reverse_kl_deciles, start=1)}
     named |= {"route_agreement": metrics.route_agreement, "kl": metrics.kl}

@@ -51,7 +51,8 @@ def test_interrupting_everything_leaves_the_same_sampled_token_log(
 
 @pytest.mark.parametrize("most", [4, 64], ids=["several waves", "one wave"])
 def test_what_is_kept_is_freed_with_its_trajectories(make_engine: MakeEngine, most: int) -> None:
-    async def work(engine: EmbeddedEngine) -> None:
+    async def work(engine: RolloutEngine) -> None:
+        assert isinstance(engine, EmbeddedEngine)
         await interrupted_often(engine, requests(9, tokens=200), 5)
         assert engine._wave is None
         assert engine._kept is None
