@@ -22,6 +22,8 @@ from megatron_mopd.ranks import rank
 from megatron_mopd.rollout.budget import final_taus
 from megatron_mopd.rollout.environments import load_environments
 from megatron_mopd.rollout.sampler import Sampling
+from megatron_mopd.rollout.scheduler import Scheduler
+from megatron_mopd.rollout.token_log import TokenLog
 from megatron_mopd.run_lock import locked
 from megatron_mopd.step_metrics import StepMetrics
 from megatron_mopd.store import TrajectoryStore
@@ -168,6 +170,8 @@ class DriverParts:
     source: PromptSource[Prompt]
     renderer: Renderer
     sampling: Sampling
+    scheduler: Scheduler
+    token_log: TokenLog
     router: Router | NoTeacher
     lanes: Lanes | NoTeacher
     store: TrajectoryStore
@@ -187,11 +191,17 @@ def driver_parts(config: Config, fetch_weights: FetchWeights) -> DriverParts:
     if config.objective.needs_teachers:
         router = Router(config.teachers.models, config.prompts.cells)
         lanes = teacher_lanes(config, driver_trace)
+    source = PromptSource(read_prompts(config.prompts.files), config.prompts, config.run.seed)
+    student, prompts = sampling(config, renderer.tokenizer, fetch_weights), config.prompts
     return DriverParts(
         config=config,
-        source=PromptSource(read_prompts(config.prompts.files), config.prompts, config.run.seed),
+        source=source,
         renderer=renderer,
-        sampling=sampling(config, renderer.tokenizer, fetch_weights),
+        sampling=student,
+        scheduler=Scheduler(
+            source, renderer.render, student, prompts.batch_size, prompts.samples_per_prompt, config.rollout.partial
+        ),
+        token_log=TokenLog(config.run.folder / "trajectories"),
         router=router,
         lanes=lanes,
         store=TrajectoryStore(config.run.folder),
@@ -256,6 +266,7 @@ def rollout_engine(config: Config, fetch_weights: FetchWeights | None) -> Rollou
         top_p=config.rollout.top_p,
         max_batch_size=config.rollout.max_batch_size,
         num_threads=config.rollout.num_threads,
+        retain_kv=config.rollout.partial.kv == "retain",
     )
 
 

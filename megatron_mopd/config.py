@@ -190,6 +190,19 @@ class Environment(Table):
     options: dict[str, Any] = Field(default={})
 
 
+class Partial(Table):
+    """Partial rollouts: more prompts in flight than a step trains on, see rollout/scheduler.py."""
+
+    oversampling: float = Field(default=1.0, ge=1.0, le=64.0)
+    """Prompts in flight, in batches: a step ends once one batch is whole. 1: synchronous, nothing is interrupted."""
+    max_staleness: int = Field(default=4, ge=0, le=1000)
+    """Most weight versions between the first token of a prompt's samples and the step that trains on them; a step waits
+    for what would grow older. At least oversampling - 1."""
+    kv: Literal["recompute", "retain"] = "recompute"
+    """Of what is interrupted. recompute: no key or value of older weights is ever used. retain: they stay, and what is
+    sampled after them is marked (rollout/stale_kv_share)."""
+
+
 class Rollout(Table):
     engine: Literal["embedded", "sglang"] = "embedded"
     temperature: float = Field(default=1.0, ge=1e-3, le=1e3)
@@ -202,6 +215,7 @@ class Rollout(Table):
     """CPU threads of an operator in the driver (embedded engine and teachers)."""
     router_replay: bool = False
     """R3: the learner's experts are those that the rollout engine chose for each token (sglang only)."""
+    partial: Partial = Partial()
 
 
 class StudentServers(Table):

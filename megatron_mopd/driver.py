@@ -16,7 +16,6 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_mopd import build
@@ -27,10 +26,11 @@ from megatron_mopd.link import Link, StepRequest
 from megatron_mopd.objectives.advantages import outcome_advantages
 from megatron_mopd.rollout.budget import taus_at
 from megatron_mopd.rollout.measure import rollout_metrics
-from megatron_mopd.rollout.sampler import sample
+from megatron_mopd.rollout.sampler import Rollout
+from megatron_mopd.rollout.token_log import Cut
 from megatron_mopd.teachers.origin import check_late, check_origin
 from megatron_mopd.trajectory_file import Sampled
-from megatron_mopd.types import Graded, RenderedPrompt
+from megatron_mopd.types import Graded, RenderedPrompt, Trajectory
 
 
 class Driver:
@@ -38,6 +38,8 @@ class Driver:
 
     def __init__(self, parts: build.DriverParts) -> None:
         self.parts, self.store = parts, parts.store
+        self.pool: Cut | None = None
+        """Where the token log holds what the last step left in flight."""
         self._has_taken_up = False
 
     async def start(self) -> None:
@@ -65,8 +67,9 @@ class Driver:
             advantage = outcome_advantages([g.trajectory for g in graded], p.config.objective.advantage)
         metrics = rollout_metrics(
             graded, p.config, request.step, request.weight_version, seconds, num_unscored=len(p.lanes.held)
-        )
-        p.store.write(request.step, graded, p.config.prompts.cells, metrics, p.lanes.held, advantage)
+        ) | {"partial": p.scheduler.report}
+        p.store.write(request.step, graded, p.config.prompts.cells, metrics, p.lanes.held, advantage, self.pool)
+        p.token_log.drop_before(p.store.first_needed(request.step))
 
     def check_origin(self, step: int, graded: Sequence[Graded]) -> None:
         if step == 0:
@@ -79,19 +82,19 @@ class Driver:
 
     async def sample(self, request: StepRequest) -> None:
         p = self.parts
-        prompts = p.renderer.render(p.source.draw(request.step))  # 1 DRAW
-        sampling = replace(p.sampling, taus=taus_at(p.config, request.step))
+        certain = p.scheduler.begin(request.step) or ()  # 1 DRAW
         per_prompt = p.config.prompts.samples_per_prompt
-        p.lanes.expect(Counter(self.teacher_of(prompt) for prompt in prompts for _ in range(per_prompt)))
-        async for trajectory in sample(prompts, sampling, f"@{request.step}", per_prompt):  # 2 SAMPLE
+        p.lanes.expect(Counter(self.teacher_of(prompt) for prompt in certain for _ in range(per_prompt)))
+        async for trajectory in p.scheduler.run(taus_at(p.config, request.step)):  # 2 SAMPLE
             self.route(Sampled(trajectory, request.weight_version))  # 3 ROUTE
+        self.pool = await p.scheduler.write(p.token_log, request.step)
 
     async def drain(self, request: StepRequest) -> list[Graded]:
         """What a lane that gives up leaves behind is kept for whoever takes the step up again."""
         try:
             return await self.parts.lanes.drain(request.weight_version)
         except UserError:
-            self.parts.store.keep(request.step, self.parts.lanes.held)
+            self.parts.store.keep(request.step, self.parts.lanes.held, self.pool)
             raise
 
     def route(self, sampled: Sampled) -> None:
@@ -109,27 +112,38 @@ class Driver:
         seconds[name] = time.monotonic() - start
 
     def take_up(self, step: int) -> bool:
-        """Once: give the lanes what an earlier process left behind; True if the whole of this step was among it."""
+        """Once: take up what an earlier process left behind, in lanes and in flight; True if the whole batch of this
+        step was among it."""
         if self._has_taken_up:
             return False
         self._has_taken_up = True
         kept = self.parts.store.kept(step)
         left = kept or self.parts.store.unscored(step - 1)
-        check_cells(left, self.parts.config)
+        check_cells([sampled.trajectory for sampled in left], self.parts.config)
         for sampled in left:
             self.route(sampled)
+        self.restore(step if kept else step - 1)
         return bool(kept)
 
+    def restore(self, step: int) -> None:
+        """Take up what `step` left in flight."""
+        p = self.parts
+        self.pool = p.store.pool_after(step)
+        p.token_log.drop_after(step)
+        if self.pool is not None:
+            p.scheduler.restore(p.token_log, self.pool)
+            check_cells([sample for entry in p.scheduler.pool for sample in entry.samples], p.config)
 
-def check_cells(left: Sequence[Sampled], config: Config) -> None:
+
+def check_cells(left: Sequence[Trajectory | Rollout], config: Config) -> None:
     """UserError where what an earlier process left behind is of a cell that this run does not have."""
-    for sampled in left:
-        cell, name = sampled.trajectory.prompt.prompt.cell, sampled.trajectory.id
+    for trajectory in left:
+        cell, name = trajectory.prompt.prompt.cell, trajectory.id
         if cell not in config.prompts.cells:
             raise UserError(
                 f"trajectory {name} in {config.run.folder}/trajectories waits for the teacher of {cell}, which is no "
                 "longer in prompts.mixture / prompts.efforts; put it back until the trajectory has been trained on, or "
-                "remove the newest *.sampled or unscored.safetensors there, which loses all that wait"
+                "remove the newest *.sampled, unscored.safetensors or pool.json there, which loses all that wait"
             )
 
 

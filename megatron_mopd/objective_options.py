@@ -30,6 +30,7 @@ def _check_unused(config: Config) -> None:
         ("demonstrations", config.demonstrations != Demonstrations(), name == "sft"),
         ("teachers.models", bool(config.teachers.models), objective.needs_teachers),
         ("rollout.router_replay", config.rollout.router_replay, name != "sft"),
+        ("rollout.partial", config.rollout.partial.oversampling != 1, name != "sft"),
         ("rollout.engine", config.rollout.engine != "embedded", name != "sft"),
         ("prompts.samples_per_prompt", config.prompts.samples_per_prompt != 1, name != "sft"),
     )

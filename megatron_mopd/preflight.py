@@ -29,7 +29,7 @@ from megatron_mopd.prompts.demonstrations import read_demonstrations
 from megatron_mopd.prompts.files import read_prompts, task_of
 from megatron_mopd.prompts.source import PromptSource
 from megatron_mopd.prompts.xtml import check_xtml
-from megatron_mopd.protocols import PromptChecker
+from megatron_mopd.protocols import PromptChecker, Resumable
 from megatron_mopd.quantization.policy import check_quantization, refuse_packed
 from megatron_mopd.resume import check_resume, read_facts
 from megatron_mopd.rollout.environments import check_options, load_factory
@@ -213,6 +213,7 @@ def check_rollout(config: Config, table: MegatronTable, hf_config: Mapping[str, 
             "set rollout.engine=sglang, or remove the option"
         )
     check_servers(config)
+    check_partial(config)
     if not config.rollout.router_replay:
         return
     if config.rollout.engine != "sglang":
@@ -220,6 +221,25 @@ def check_rollout(config: Config, table: MegatronTable, hf_config: Mapping[str, 
             f"rollout.router_replay: the {config.rollout.engine} engine records no routes; set rollout.engine=sglang"
         )
     check_router_replay(table, hf_config)
+
+
+def check_partial(config: Config) -> None:
+    """Nothing has to grow too old, and every environment can be left and taken up again."""
+    partial = config.rollout.partial
+    if partial.oversampling > 1 + partial.max_staleness:
+        raise UserError(
+            f"rollout.partial.oversampling={partial.oversampling:g} leaves prompts for {partial.oversampling - 1:g} "
+            f"steps, and max_staleness={partial.max_staleness} allows fewer; raise it, or lower oversampling"
+        )
+    if partial.oversampling == 1:
+        return
+    for name, table in config.environments.items():
+        factory = load_factory(name, table.factory)
+        if isinstance(factory, type) and not issubclass(factory, Resumable):
+            raise UserError(
+                f"environments.{name}.factory={table.factory!r} has no snapshot and restore (protocols.Resumable), so "
+                "its trajectories cannot be interrupted; add them, or set rollout.partial.oversampling=1"
+            )
 
 
 def check_prompts(config: Config) -> None:

@@ -20,6 +20,9 @@ class SampleRequest:
     With router replay the segment carries the routed experts of the input positions from `routed_positions` (those
     before it are in earlier segments) to the one that gave its last token: [routed_positions, P + n - 1) for P
     `token_ids` and n sampled tokens. See types.Segment.
+
+    `begun_at` is the weight version of the trajectory's first tokens, None where it has none yet: an engine that keeps
+    key-value cache over new weights keeps it apart by that version.
     """
 
     trajectory_id: str
@@ -27,6 +30,7 @@ class SampleRequest:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     routed_positions: int = 0
+    begun_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,24 @@ class ScoreRequest:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+@dataclass
+class KvUse:
+    """Tokens of key-value cache that an engine kept over interruptions, added up since it was made; 0 where it keeps
+    none (rollout.partial.kv=recompute)."""
+
+    retained: int = 0
+    """Held when their requests were interrupted."""
+    reused: int = 0
+    """There when their trajectories went on."""
+    evicted: int = 0
+    """Computed again, because they had made room for others or their trajectories went on elsewhere."""
+
+
 class RolloutEngine(Protocol):
     """Samples from the student. Temperature and top-p are fixed at construction (config.rollout)."""
 
     weight_version: int
+    kv: KvUse
 
     async def start(self) -> None:
         """Return once it can sample. Raises UserError for whatever would keep it from that."""
@@ -59,6 +77,13 @@ class RolloutEngine(Protocol):
         """Load the Hugging Face folder that the trainer exported; later segments carry `weight_version`.
 
         None: the trainer has sent the weights by itself (`sglang.weight_transport=distributed`).
+        """
+        ...
+
+    async def interrupt(self) -> None:
+        """Let every `generate` that waits return what it has, with finish_reason "abort", perhaps without a token.
+
+        Returns once nothing is sampled. What is asked for afterwards is sampled as usual.
         """
         ...
 
@@ -126,6 +151,23 @@ class Environment(Protocol):
     async def score(self, trajectory: Trajectory) -> Outcome:
         """Verify the finished trajectory."""
         ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """What an environment has besides, so that its trajectory can be interrupted and outlive the process."""
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Its state between two steps, as JSON knows values. Nothing runs while it is taken."""
+        ...
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        """Called once, before anything else, on a new instance of the same prompt."""
+        ...
+
+
+class ResumableEnvironment(Environment, Resumable, Protocol):
+    """The environments that partial rollouts take (rollout.partial)."""
 
 
 class EnvironmentFactory(Protocol):

@@ -15,6 +15,10 @@ NUM_BUCKETS = 20
 a quarter (4 * i // n), two a decile (10 * i // n)."""
 
 
+NUM_AGES = 3
+"""Tokens of older weights are told apart by how many versions older: 1, 2, and 3 or more."""
+
+
 class Mean(NamedTuple):
     """A mean and the number of things that it is over; 0.0 of none."""
 
@@ -54,6 +58,8 @@ class CellMetrics:
     """Estimate of KL(rollout || trainer), never negative, over the tokens of `mismatch`; see mcore/metrics.py."""
     mismatch_quarters: tuple[Mean, ...] = (NOTHING,) * NUM_QUARTERS
     """`mismatch` by the quarter of its row's trained tokens that a token is in."""
+    drift_by_age: tuple[Mean, ...] = (NOTHING,) * NUM_AGES
+    """|trainer - rollout| log-probs of tokens that older weights have sampled, by age: what `mismatch` leaves out."""
     route_agreement: Mean = NOTHING
     """Share of (token, layer) pairs whose experts, as recorded and replayed, the trainer's router would choose too."""
     reverse_kl_deciles: tuple[Mean, ...] = (NOTHING,) * NUM_DECILES
@@ -150,6 +156,11 @@ class StepMetrics:
     def reverse_kl_deciles(self) -> tuple[Mean, ...]:
         """Over all cells."""
         return tuple(Mean.over(c.reverse_kl_deciles[i] for c in self.cells.values()) for i in range(NUM_DECILES))
+
+    @property
+    def drift_by_age(self) -> tuple[Mean, ...]:
+        """Over all cells."""
+        return tuple(Mean.over(c.drift_by_age[i] for c in self.cells.values()) for i in range(NUM_AGES))
 
     @property
     def logit_grad_norm(self) -> float:

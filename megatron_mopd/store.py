@@ -2,8 +2,10 @@
 
 One folder per step, `RUN/trajectories/step_00000012/`: `batch.safetensors` (the columns of batch.Batch), `rows.jsonl`
 (one readable line per row), `rollout.json` (the driver's metrics, unless the rows are demonstrations) and, where lanes
-were left behind, `unscored.safetensors` (the trajectories that wait for their teachers). A folder appears whole, by
-rename, or not at all. `step_00000012.sampled` is what was sampled for a step that its lanes could not finish.
+were left behind, `unscored.safetensors` (the trajectories that wait for their teachers), and where trajectories were
+left in flight, `pool.json` (where the token log has them, rollout/token_log.py). A folder appears whole, by rename, or
+not at all. `step_00000012.sampled` is what was sampled for a step that its lanes could not finish, `.pool` what that
+left in flight.
 
 The file knows no parallel layout: each rank opens it and reads the rows that it trains on, so nothing large passes
 through rank 0 and a recorded batch can be trained again at any layout.
@@ -24,10 +26,13 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megatron_mopd.batch import OPTIONAL_COLUMNS, TOKEN_COLUMNS, Batch
+from megatron_mopd.errors import UserError
+from megatron_mopd.rollout.token_log import Cut
+from megatron_mopd.telemetry.record import replace_file
 from megatron_mopd.trajectory_file import Sampled, read_trajectories, write_trajectories
 from megatron_mopd.types import Cell, Graded
 
-UNSCORED = "unscored.safetensors"
+UNSCORED, POOL = "unscored.safetensors", "pool.json"
 
 
 class StoredBatch:
@@ -66,7 +71,7 @@ class StoredBatch:
 
 class TrajectoryStore:
     def __init__(self, run_folder: Path) -> None:
-        self._folder = run_folder / "trajectories"
+        self._folder, self._checkpoints = run_folder / "trajectories", run_folder / "checkpoints"
 
     def folder(self, step: int) -> Path:
         return self._folder / f"step_{step:08d}"
@@ -82,6 +87,7 @@ class TrajectoryStore:
         rollout: Mapping[str, Any],
         unscored: Sequence[Sampled] = (),
         outcome_advantage: np.ndarray | None = None,
+        pool: Cut | None = None,
     ) -> None:
         """Write the graded batch of `step` with the driver's metrics; replaces nothing that is already there."""
         batch = Batch.from_graded(graded, cells, outcome_advantage)
@@ -90,7 +96,10 @@ class TrajectoryStore:
             (partial / "rollout.json").write_text(json.dumps(rollout))
             if unscored:
                 write_trajectories(partial / UNSCORED, unscored)
+            if pool is not None:
+                (partial / POOL).write_text(json.dumps(pool))
         self._sampled(step).unlink(missing_ok=True)
+        self._pool(step).unlink(missing_ok=True)
 
     def write_demonstrations(self, step: int, batch: Batch, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a batch that nobody sampled, with a readable line for each of its rows."""
@@ -106,9 +115,11 @@ class TrajectoryStore:
         yield partial
         os.rename(partial, self.folder(step))
 
-    def keep(self, step: int, sampled: Sequence[Sampled]) -> None:
+    def keep(self, step: int, sampled: Sequence[Sampled], pool: Cut | None = None) -> None:
         """What was sampled for a step that could not be finished, for the process that takes it up again."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        if pool is not None:
+            replace_file(self._pool(step), json.dumps(pool))
         partial = self._sampled(step).with_suffix(".partial")
         write_trajectories(partial, sampled)
         os.replace(partial, self._sampled(step))
@@ -121,6 +132,22 @@ class TrajectoryStore:
         """The trajectories that `step` was written without."""
         file = self.folder(step) / UNSCORED
         return read_trajectories(file) if file.exists() else []
+
+    def pool_after(self, step: int) -> Cut | None:
+        """Where the token log has what `step` left in flight; None where it left nothing."""
+        for file in (self.folder(step) / POOL, self._pool(step)):
+            if file.exists():
+                return _read_cut(file)
+        return None
+
+    def first_needed(self, step: int) -> int:
+        """The first file of the token log that is needed to go on after `step`, or from a checkpoint."""
+        saved = (path.name.removeprefix("step_") for path in self._checkpoints.glob("step_*"))
+        steps = {step, *(int(name) - 1 for name in saved if name.isdecimal())}
+        return min((cut.first for s in steps if (cut := self.pool_after(s)) is not None), default=step + 1)
+
+    def _pool(self, step: int) -> Path:
+        return self.folder(step).with_suffix(".pool")
 
     def _sampled(self, step: int) -> Path:
         return self.folder(step).with_suffix(".sampled")
@@ -142,8 +169,21 @@ class TrajectoryStore:
                 continue
             if path.is_dir():
                 shutil.rmtree(path)
-            elif int(number) > step or kind != "sampled":
+            elif int(number) > step or kind not in ("sampled", "pool"):
                 path.unlink()
+
+
+def _read_cut(file: Path) -> Cut:
+    try:
+        first, step, size = json.loads(file.read_text())
+        if not all(type(n) is int and n >= 0 for n in (first, step, size)) or first > step:
+            raise ValueError(f"[{first!r}, {step!r}, {size!r}]")
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{file} does not say where the token log has what is in flight: {' '.join(str(error).split())}; put it "
+            "back as it was, or remove it, which loses what is in flight"
+        ) from error
+    return Cut(first, step, size)
 
 
 ROW_COLUMNS = ("loss_tokens", "advantage_sums")

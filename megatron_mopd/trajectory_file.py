@@ -8,7 +8,7 @@ another's, is a UserError.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,10 @@ class Sampled:
 
 def write_trajectories(file: Path, sampled: Sequence[Sampled]) -> None:
     segments = [segment for s in sampled for segment in s.trajectory.segments]
-    routes = [s.routed_experts.reshape(-1) for s in segments if s.routed_experts is not None]
     scores = [s.teacher_logprobs for s in sampled if s.teacher_logprobs is not None]
     hidden = [s.teacher_hidden.reshape(-1) for s in sampled if s.teacher_hidden is not None]
     columns = {
-        "token_ids": _joined([np.asarray(s.token_ids, np.int32) for s in segments], np.int32),
-        "logprobs": _joined([np.asarray(s.logprobs, np.float64) for s in segments], np.float64),
-        "loss_mask": _joined([np.asarray(s.loss_mask, np.bool_) for s in segments], np.bool_),
-        "routed_experts": _joined(routes, np.int16),
+        **segment_columns(segments),
         "teacher_logprobs": _joined(scores, np.float32),
         "teacher_hidden": np.concatenate(hidden) if hidden else np.zeros(0, np.float32),
     }
@@ -68,25 +64,56 @@ def _record(sampled: Sampled) -> dict[str, Any]:
     t = sampled.trajectory
     return {
         "id": t.id,
-        "prompt": {**asdict(t.prompt.prompt), "messages": [dict(m) for m in t.prompt.prompt.messages]},
-        "student_ids": t.prompt.student_ids,
-        "teacher_ids": t.prompt.teacher_ids,
+        **prompt_record(t.prompt),
         "finish_reason": t.finish_reason,
         "outcome": t.outcome and asdict(t.outcome),
         "group": t.group,
         "weight_version": sampled.weight_version,
         "scored": sampled.teacher_logprobs is not None,
         "hidden_width": None if sampled.teacher_hidden is None else sampled.teacher_hidden.shape[1],
-        "segments": [
-            {
-                "tokens": len(s.token_ids),
-                "weight_version": s.weight_version,
-                "finish_reason": s.finish_reason,
-                "routes": None if s.routed_experts is None else s.routed_experts.shape,
-            }
-            for s in t.segments
-        ],
+        "segments": [segment_record(s) for s in t.segments],
     }
+
+
+def prompt_record(rendered: RenderedPrompt) -> dict[str, Any]:
+    prompt = rendered.prompt
+    return {
+        "prompt": {**asdict(prompt), "messages": [dict(m) for m in prompt.messages]},
+        "student_ids": rendered.student_ids,
+        "teacher_ids": rendered.teacher_ids,
+    }
+
+
+def segment_record(segment: Segment) -> dict[str, Any]:
+    """All but its columns."""
+    return {
+        "tokens": len(segment.token_ids),
+        "weight_version": segment.weight_version,
+        "finish_reason": segment.finish_reason,
+        "routes": None if segment.routed_experts is None else segment.routed_experts.shape,
+        "kv_version": segment.kv_version,
+    }
+
+
+def segment_columns(segments: Sequence[Segment]) -> dict[str, np.ndarray]:
+    """The tokens of all of them."""
+    routes = [s.routed_experts.reshape(-1) for s in segments if s.routed_experts is not None]
+    return {
+        "token_ids": _joined([np.asarray(s.token_ids, np.int32) for s in segments], np.int32),
+        "logprobs": _joined([np.asarray(s.logprobs, np.float64) for s in segments], np.float64),
+        "loss_mask": _joined([np.asarray(s.loss_mask, np.bool_) for s in segments], np.bool_),
+        "routed_experts": _joined(routes, np.int16),
+    }
+
+
+def read_prompt(record: dict[str, Any]) -> RenderedPrompt:
+    prompt = Prompt(**{**record["prompt"], "messages": tuple(record["prompt"]["messages"])})
+    return RenderedPrompt(prompt, tuple(record["student_ids"]), tuple(record["teacher_ids"]))
+
+
+def read_segments(records: Sequence[dict[str, Any]], columns: Mapping[str, np.ndarray]) -> tuple[Segment, ...]:
+    takers = {name: _Column(values) for name, values in columns.items()}
+    return tuple(_segment(record, takers) for record in records)
 
 
 class _Column:
@@ -102,8 +129,7 @@ class _Column:
 
 def _sampled(record: dict[str, Any], columns: dict[str, _Column]) -> Sampled:
     segments = tuple(_segment(s, columns) for s in record["segments"])
-    prompt = Prompt(**{**record["prompt"], "messages": tuple(record["prompt"]["messages"])})
-    rendered = RenderedPrompt(prompt, tuple(record["student_ids"]), tuple(record["teacher_ids"]))
+    rendered = read_prompt(record)
     outcome = None if record["outcome"] is None else Outcome(**record["outcome"])
     trajectory = Trajectory(record["id"], rendered, segments, record["finish_reason"], outcome, record["group"])
     tokens = sum(len(s.token_ids) for s in segments)
@@ -123,6 +149,7 @@ def _segment(record: dict[str, Any], columns: dict[str, _Column]) -> Segment:
         weight_version=record["weight_version"],
         finish_reason=record["finish_reason"],
         routed_experts=None if shape is None else columns["routed_experts"].take(int(np.prod(shape))).reshape(shape),
+        kv_version=record.get("kv_version"),  # files of before it was recorded have none
     )
 
 

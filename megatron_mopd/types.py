@@ -75,6 +75,8 @@ class Segment:
     weight_version: int
     finish_reason: str = "stop"  # stop | length | abort | observation
     routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    kv_version: int | None = None
+    """The oldest weights whose keys and values its tokens attended to, kept over new ones; None: its own alone."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.loss_mask):

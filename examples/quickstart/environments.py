@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +36,12 @@ class Thinking(ABC):
 
     async def step(self, token_ids: tuple[int, ...]) -> Observation:
         return Observation((), done=True)
+
+    async def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        assert not state, "there is nothing but the prompt"
 
     async def score(self, trajectory: Trajectory) -> Outcome:
         words = [self.words[i] for i in trajectory.response_ids]

@@ -9,6 +9,7 @@ Shape suffixes: B rows, H heads, C columns, D head width, Q columns of one forwa
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _SPARE_COLUMNS = 32
@@ -29,6 +30,11 @@ class ColumnCache(Cache):
     def keep(self, rows_B: Tensor) -> None:
         for layer in self._layers:
             layer.keep(rows_B)
+
+    def grow(self, rows: int, columns: int) -> None:
+        """By empty rows behind the others, and by empty columns before all others."""
+        for layer in self._layers:
+            layer.grow(rows, columns)
 
 
 class _Layer(CacheLayerMixin):
@@ -73,6 +79,11 @@ class _Layer(CacheLayerMixin):
     def keep(self, rows_B: Tensor) -> None:
         self._num_rows = len(rows_B)
         self.keys, self.values = self.keys[rows_B], self.values[rows_B]
+
+    def grow(self, rows: int, columns: int) -> None:
+        self._num_rows += rows
+        more = (0, 0, columns, 0, 0, 0, 0, rows)  # from the last dimension to the first
+        self.keys, self.values = functional.pad(self.keys, more), functional.pad(self.values, more)
 
     def get_seq_length(self) -> int:
         return self.column - self.first

@@ -12,11 +12,15 @@ Promises (tests/contract/test_engine.py):
   looks, and its row goes on in place. A caller who awaits something real, a sandbox, joins the next wave: the same
   tokens up to rounding.
 - A wave ends on the weights it began with. Requests taken up after `update_weights` carry the new version.
+- `interrupt` ends a wave at the column that it has reached. Without `retain_kv` the wave is dropped, and with it all
+  keys and values of its weights. With it the rows stay: a trajectory that goes on does so in place, under the weights
+  of then, and its segments say how old its keys and values may be; what is new joins them (wave.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +28,7 @@ import torch
 
 from megatron_mopd.embedded.models import load_model
 from megatron_mopd.embedded.wave import Distribution, Job, Wave
-from megatron_mopd.protocols import SampleRequest
+from megatron_mopd.protocols import KvUse, SampleRequest
 from megatron_mopd.types import Segment
 
 
@@ -41,14 +45,18 @@ class EmbeddedEngine:
         max_batch_size: int = 1024,
         num_threads: int = 1,
         weight_version: int = 0,
+        retain_kv: bool = False,
     ):
-        self.weight_version = weight_version
+        self.weight_version, self.kv = weight_version, KvUse()
         self._model = load_model(folder)
         self._distribution = Distribution(seed, temperature, top_p)
         self._max_batch_size = max_batch_size
         self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(num_threads,))
         self._waiting: list[Job] = []
         self._wave: Wave | None = None
+        self._retain_kv, self._interrupted = retain_kv, False
+        self._kept: Wave | None = None
+        """What was interrupted, with its keys and values."""
         self._loop_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -73,6 +81,14 @@ class EmbeddedEngine:
         model = await asyncio.get_running_loop().run_in_executor(self._thread, load_model, folder)
         self._model, self.weight_version = model, weight_version
 
+    async def interrupt(self) -> None:
+        """It takes effect between two columns."""
+        if self._loop_task is None or self._loop_task.done():
+            return
+        self._interrupted = True
+        await asyncio.wait([self._loop_task])
+        self._interrupted = False
+
     async def close(self) -> None:
         """Stop sampling; callers who still wait are cancelled."""
         if self._loop_task is not None:
@@ -84,16 +100,51 @@ class EmbeddedEngine:
 
     async def _run_waves(self) -> None:
         try:
-            while self._waiting:
-                jobs, self._waiting = self._waiting[: self._max_batch_size], self._waiting[self._max_batch_size :]
-                self._wave = Wave(self._model, self.weight_version, self._distribution, jobs)
-                while self._wave.jobs:
+            while self._waiting and not self._interrupted:
+                self._wave = self._next_wave()
+                while self._wave.jobs and not self._interrupted:
                     await self._step(self._wave)
+            if self._interrupted:
+                self._let_go()
         except Exception as error:  # not swallowed: it is raised by every `generate` that waits
             for job in self._unfinished():
                 job.future.set_exception(error)
             self._waiting = []
         self._wave = None
+
+    def _next_wave(self) -> Wave:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.renew(self._model, self.weight_version)
+            held = kept.num_tokens
+            reused = self._continue_in_place(kept, range(len(kept.jobs)))
+            self.kv.reused += reused
+            self.kv.evicted += held - reused
+            kept.drop_ended()
+            if kept.jobs:
+                kept.join(self._take(self._max_batch_size - len(kept.jobs)))
+                return kept
+        return Wave(self._model, self.weight_version, self._distribution, self._take(self._max_batch_size))
+
+    def _take(self, count: int) -> list[Job]:
+        """Of those that wait, the first."""
+        jobs, self._waiting = self._waiting[:count], self._waiting[count:]
+        return jobs
+
+    def _let_go(self) -> None:
+        """What is in flight returns what it has."""
+        if self._wave is not None:
+            unfinished = [row for row, job in enumerate(self._wave.jobs) if not job.future.done()]
+            for row in unfinished:
+                self._wave.jobs[row].future.set_result(self._wave.segment(row, interrupted=True))
+            if self._retain_kv and self._wave.is_prefilled:
+                self._wave.keep(unfinished)
+                self._kept = self._wave
+                self.kv.retained += self._wave.num_tokens
+        for job in self._waiting:
+            if not job.future.done():
+                job.future.set_result(Segment((), (), (), self.weight_version, "abort"))
+        self._waiting = []
 
     async def _step(self, wave: Wave) -> None:
         ended = await asyncio.get_running_loop().run_in_executor(self._thread, wave.advance)
@@ -106,13 +157,18 @@ class EmbeddedEngine:
                 self._continue_in_place(wave, ended)
             wave.drop_ended()
 
-    def _continue_in_place(self, wave: Wave, ended: list[int]) -> None:
-        row_of = {wave.jobs[row].request.trajectory_id: row for row in ended}
-        self._waiting = [
-            job
-            for job in self._waiting
-            if job.request.trajectory_id not in row_of or not wave.go_on(row_of[job.request.trajectory_id], job)
-        ]
+    def _continue_in_place(self, wave: Wave, rows: Sequence[int]) -> int:
+        """Give these rows their next requests, of those that wait; return the tokens that need not be computed."""
+        row_of = {wave.jobs[row].request.trajectory_id: row for row in rows}
+        waiting, tokens = self._waiting, 0
+        self._waiting = []
+        for job in waiting:
+            row = row_of.get(job.request.trajectory_id)
+            held = 0 if row is None else wave.go_on(row, job)
+            tokens += held
+            if not held:
+                self._waiting.append(job)
+        return tokens
 
     def _unfinished(self) -> list[Job]:
         jobs = self._waiting + (self._wave.jobs if self._wave is not None else [])

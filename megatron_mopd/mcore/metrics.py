@@ -33,7 +33,7 @@ from megatron_mopd.mcore.microbatch import DeviceMicroBatch
 from megatron_mopd.objectives.distribution import TargetDivergence
 from megatron_mopd.objectives.logprob_head import TargetLogprobs
 from megatron_mopd.objectives.objective import TokenTerms
-from megatron_mopd.step_metrics import NOTHING, NUM_BUCKETS, NUM_DECILES, NUM_QUARTERS, CellMetrics, Mean
+from megatron_mopd.step_metrics import NOTHING, NUM_AGES, NUM_BUCKETS, NUM_DECILES, NUM_QUARTERS, CellMetrics, Mean
 from megatron_mopd.types import Cell
 
 
@@ -53,7 +53,8 @@ class _Sum(IntEnum):
     RATIO_MASKED = 12
     RATIO_TRUNCATED = 13
     BUCKETS = 14  # tokens, reverse KL, current tokens and mismatch of the first bucket, then of the others
-    MISMATCH_MAX = BUCKETS + 4 * NUM_BUCKETS  # a maximum, and the last: everything before it is added
+    AGES = BUCKETS + 4 * NUM_BUCKETS  # tokens of older weights and their drift, of each age
+    MISMATCH_MAX = AGES + 2 * NUM_AGES  # a maximum, and the last: everything before it is added
 
 
 _NUM_SUMS = _Sum.MISMATCH_MAX + 1
@@ -85,11 +86,15 @@ def micro_batch_sums(
         current_T,
         *_touched(terms),
     )
+    age_T = (weight_version - micro.weight_version_T).clamp(1, NUM_AGES)
+    stale_T = terms.trained_T & (micro.weight_version_T < weight_version)
+    by_age = (stale_T, terms.mismatch_T.double().abs().where(stale_T, 0.0))
     by_position = (terms.trained_T, terms.reverse_kl_T, current_T, size)
     largest_C = size.new_zeros(num_cells).scatter_reduce_(0, micro.cell_T, size, "amax")
     parts = (
         _added(per_token, micro.cell_T, num_cells),
         _added(by_position, micro.cell_T * NUM_BUCKETS + micro.bucket_T, num_cells * NUM_BUCKETS),
+        _added(by_age, micro.cell_T * NUM_AGES + age_T - 1, num_cells * NUM_AGES),
         largest_C,
     )
     return torch.cat([part.view(num_cells, -1) for part in parts], dim=1)
@@ -151,9 +156,8 @@ def cell_metrics(
         if rows:
             sums = sums_M.tolist()
             tokens = int(sums[_Sum.TOKENS])
-            tokens_B, reverse_kl_B, current_B, mismatch_B = (
-                sums_M[_Sum.BUCKETS : _Sum.MISMATCH_MAX].reshape(NUM_BUCKETS, 4).T
-            )
+            tokens_B, reverse_kl_B, current_B, mismatch_B = sums_M[_Sum.BUCKETS : _Sum.AGES].reshape(NUM_BUCKETS, 4).T
+            stale_A, drift_A = sums_M[_Sum.AGES : _Sum.MISMATCH_MAX].reshape(NUM_AGES, 2).T
             per_token, current = 1.0 / max(1, tokens), int(sums[_Sum.CURRENT])
             per_current = 1.0 / max(1, current)
             out[cell] = CellMetrics(
@@ -167,6 +171,7 @@ def cell_metrics(
                 masked_tokens=int(sums[_Sum.MASKED]),
                 mismatch_kl=Mean(sums[_Sum.MISMATCH_KL] * per_current, current),
                 mismatch_quarters=_means(mismatch_B, current_B, NUM_QUARTERS),
+                drift_by_age=_means(drift_A, stale_A, NUM_AGES),
                 route_agreement=Mean(routes[0] / max(1.0, routes[1]), int(routes[1])),
                 reverse_kl_deciles=_means(reverse_kl_B, tokens_B, NUM_DECILES),
                 logit_grad_norm=math.sqrt(sums[_Sum.GRAD_SQUARE]),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,14 @@ from megatron_mopd.prompts.demonstrations import Demonstration
 from megatron_mopd.types import Cell, Prompt
 
 Drawn = TypeVar("Drawn", Prompt, Demonstration)
+
+
+class Place(NamedTuple):
+    """In the sequence of all draws. Of a prompt, its position in its draw; of what comes next, how many of the draw are
+    taken."""
+
+    step: int
+    position: int
 
 
 class PromptSource(Generic[Drawn]):
@@ -48,6 +56,19 @@ class PromptSource(Generic[Drawn]):
             for c, count in enumerate(self._counts(step))
             for k in range(int(count))
         ]
+
+    def take(self, place: Place, count: int) -> tuple[list[tuple[Place, Drawn]], Place]:
+        """The next `count` prompts of the sequence draw(0), draw(1), ..., each with its place in it, and where to go
+        on. What is taken of a draw in part is a random part, so that no cell comes first; it is in the draw's order.
+        """
+        taken: list[tuple[Place, Drawn]] = []
+        while len(taken) < count:
+            drawn = self.draw(place.step)
+            order = np.random.default_rng([self._seed, place.step, 4]).permutation(len(drawn))
+            end = min(len(drawn), place.position + count - len(taken))
+            taken += [(Place(place.step, i), drawn[i]) for i in sorted(order[place.position : end].tolist())]
+            place = Place(place.step, end) if end < len(drawn) else Place(place.step + 1, 0)
+        return taken, place
 
     def _counts(self, step: int) -> np.ndarray:
         """Prompts per cell by systematic sampling: floor or ceiling of each quota, their sum exact."""

@@ -73,6 +73,12 @@ class SingleTurn:
     async def step(self, token_ids: tuple[int, ...]) -> Observation:
         return Observation((), done=True)
 
+    async def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        """There is nothing but the prompt."""
+
     async def score(self, trajectory: Trajectory) -> Outcome:
         answer = self._tokenizer.decode(trajectory.response_ids.tolist(), skip_special_tokens=True).strip()
         return Outcome(float(answer == str(self._prompt.label).strip()), int(trajectory.loss_mask.sum()))

@@ -35,9 +35,25 @@ def rollout_metrics(
             for cell, ts in by_cell.items()
         },
         "staleness": float(np.mean(weight_version - versions)) if len(versions) else 0.0,
+        "stale_share": float(np.mean(versions < weight_version)) if len(versions) else 0.0,
+        "stale_kv_share": _stale_kv_share([g.trajectory for g in graded]),
+        "oldest": float(weight_version - versions.min()) if len(versions) else 0.0,
+        "version_span": max(_version_span(g.trajectory) for g in graded),
         "seconds": dict(seconds),
         "unscored": num_unscored,
     }
+
+
+def _stale_kv_share(trajectories: Sequence[Trajectory]) -> float:
+    """Sampled tokens that attended to keys and values of weights older than their own."""
+    sampled = [s for t in trajectories for s in t.segments if any(s.loss_mask)]
+    total = sum(len(s.token_ids) for s in sampled)
+    return sum(len(s.token_ids) for s in sampled if s.kv_version is not None) / max(1, total)
+
+
+def _version_span(trajectory: Trajectory) -> int:
+    versions = [s.weight_version for s in trajectory.segments if any(s.loss_mask)]
+    return max(versions) - min(versions) if versions else 0
 
 
 def _cell_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -95,7 +95,8 @@ class Broadcaster:
         self._on(0, lambda: self._at_all(begin_update))
         for owner in stream.owners:
             self._send(stream, owner)
-        self._on(0, lambda: self._at_all(lambda client, url: end_update(client, url, version)))
+        forget = self._config.rollout.partial.kv == "recompute"
+        self._on(0, lambda: self._at_all(lambda client, url: end_update(client, url, version, forget)))
 
     def _find_servers(self) -> list[Server]:
         """Those that answer. Waits for all of them at first, as they may just be starting; later for one of them."""

@@ -10,6 +10,10 @@ Promises (tests/sglang/test_contract.py, test_rollouts.py, test_failover.py):
 - `update_weights` ends what is in flight at the token that it has reached, as segments that finish with "abort"; what
   has no token yet waits for the new weights. Nothing is sampled until every server has loaded them and emptied its
   prefix cache; if one cannot, nothing is sampled until an update succeeds.
+- With `retain_kv` the prefix cache survives an update. A trajectory's keys and values are filed under the version that
+  it began with (SGLang's `extra_key`), so that it finds its own again and nobody else's of older weights; what it
+  samples then is marked. SGLang evicts what has not been used for longest, to the host's memory where it has a
+  hierarchical cache.
 - A response ends at a stop id of the request and not at the model's own end id. SGLang's `ignore_eos` would ignore
   both; so a response that the model's end id has cut is continued, at the price of one more request.
 """
@@ -27,16 +31,16 @@ from megatron_mopd.config import Config, SGLang
 from megatron_mopd.errors import UserError
 from megatron_mopd.fleet import Fleet, Patience
 from megatron_mopd.hf_folder import read_hf_config
-from megatron_mopd.protocols import EndpointDown, SampleRequest
+from megatron_mopd.protocols import EndpointDown, KvUse, SampleRequest
 from megatron_mopd.servers.launch import check_keeper, endpoints
 from megatron_mopd.sglang.arguments import api_key
 from megatron_mopd.sglang.generation import Generation, Run
 from megatron_mopd.sglang.identity import LOADING, SAMPLING, SCORING, check_server
 from megatron_mopd.sglang.placement import student_servers
+from megatron_mopd.sglang.reply_log import ReplyLog
 from megatron_mopd.sglang.served_weights import FetchWeights, ServedWeights
 from megatron_mopd.sglang.supported import LOSES_ROUTES
-from megatron_mopd.sglang.token_log import TokenLog
-from megatron_mopd.sglang.weights import sampled_name, trained_name
+from megatron_mopd.sglang.weights import sampled_name, trained_name, version_name
 from megatron_mopd.types import Segment
 
 
@@ -61,6 +65,7 @@ def student_engine(config: Config, fetch_weights: FetchWeights | None) -> SGLang
         api_key=api_key(config),
         fetch_weights=fetch_weights,
         check_hope=(lambda: check_keeper(folder)) if names else (lambda: None),
+        retain_kv=config.rollout.partial.kv == "retain",
     )
 
 
@@ -87,8 +92,10 @@ class SGLangEngine:
         api_key: str | None = None,
         fetch_weights: FetchWeights | None = None,
         check_hope: Callable[[], None] = lambda: None,
+        retain_kv: bool = False,
     ):
-        self.weight_version = weight_version
+        self.weight_version, self.kv = weight_version, KvUse()
+        self._run, self._retain_kv = run, retain_kv
         self._checkpoint, self._min_input_tokens = checkpoint, min_input_tokens
         hf_config = read_hf_config(checkpoint)
         self._vocab_size: int = hf_config["vocab_size"]
@@ -98,7 +105,7 @@ class SGLangEngine:
         self._max_tokens: dict[str, int] = {}
         """Of a request with its response, by server."""
         self._client = Client(settings.request_timeout_s, api_key)
-        self._weights = ServedWeights(self._client, run, settings.check_weights, fetch_weights)
+        self._weights = ServedWeights(self._client, run, settings.check_weights, fetch_weights, forget=not retain_kv)
         self._generation = Generation(self._client, temperature, top_p)
         patience = Patience(
             settings.start_timeout_s, "sglang.start_timeout_s", settings.recovery_timeout_s, "sglang.recovery_timeout_s"
@@ -126,6 +133,7 @@ class SGLangEngine:
         finally:
             run.task.cancel()
             self._runs.discard(run)
+        self._count_kv(run)
         if not (run.over and run.task.cancelled()):
             run.task.result()
         return run.log.segment
@@ -139,11 +147,24 @@ class SGLangEngine:
         if weight_version < self.weight_version:
             raise ValueError(f"weights of version {weight_version} offered after version {self.weight_version}")
         async with self._nothing_in_flight(), self._weights.update(folder, weight_version):
-            self._fleet.forget_prefixes()
+            if not self._retain_kv:
+                self._fleet.forget_prefixes()
             await self._everywhere(self._weights.load)
             if folder is None and not self._fleet.urls and not self._weights.can_be_fetched:
                 raise UserError(f"no student server serves {self._weights.name!r}, which was to be broadcast to them")
             self.weight_version = weight_version
+
+    async def interrupt(self) -> None:
+        """Everything that is in flight ends at the token that it has reached."""
+        if self._paused:
+            await self._everywhere(self._continue)  # a server that was paused in place ends nothing
+        runs = list(self._runs)
+        for run in runs:
+            run.aborted = True
+        await self._generation.take_off(runs, lambda _: {"abort_all": True})
+        await asyncio.gather(*[run.task for run in runs], return_exceptions=True)
+        if self._retain_kv:
+            self.kv.retained += sum(len(run.request.token_ids) + len(run.log.token_ids) for run in runs)
 
     async def abort(self, trajectory_id: str) -> None:
         """Let its `generate` return what it has, with finish_reason "abort"."""
@@ -196,9 +217,19 @@ class SGLangEngine:
                 "takes; raise its context_length or max_total_tokens, or lower rollout.max_response_tokens"
             )
 
-    def _new_log(self, request: SampleRequest) -> TokenLog:
+    def _new_log(self, request: SampleRequest) -> ReplyLog:
         name = self._weights.name or ""
-        return TokenLog(request, self.weight_version, name, self._vocab_size, self._routed_shape)
+        kv_name = None
+        if self._retain_kv:
+            begun_at = self.weight_version if request.begun_at is None else request.begun_at
+            kv_name = version_name(self._run, begun_at)
+        return ReplyLog(request, self.weight_version, name, self._vocab_size, self._routed_shape, kv_name)
+
+    def _count_kv(self, run: Run) -> None:
+        """Of a trajectory that goes on: everything but its last token could be there."""
+        if self._retain_kv and run.request.begun_at is not None and run.log.cached_tokens is not None:
+            self.kv.reused += run.log.cached_tokens
+            self.kv.evicted += max(0, len(run.request.token_ids) - 1 - run.log.cached_tokens)
 
     async def _ensure_weights(self) -> None:
         async with self._first_weights:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_mopd.client import Client
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import EndpointDown, SampleRequest
-from megatron_mopd.sglang.token_log import TokenLog
+from megatron_mopd.sglang.reply_log import ReplyLog
 
 STREAM_INTERVAL = 32
 """Tokens per streamed message: what a dying server may take along of each request, against JSON per token."""
@@ -39,7 +39,7 @@ _SAMPLING = {
 class Run:
     """One `generate` call on its way. `aborted`: it ends with what it has. `cut`: the same, if it has anything."""
 
-    def __init__(self, request: SampleRequest, new_log: Callable[[SampleRequest], TokenLog]):
+    def __init__(self, request: SampleRequest, new_log: Callable[[SampleRequest], ReplyLog]):
         self.request, self._new_log = request, new_log
         self.log = new_log(request)
         self.aborted = self.cut = False

@@ -32,12 +32,12 @@ class _Weights:
 
 class ServedWeights:
     """`run` tells the versions of this run from those of others. `fetch` makes a folder of weights that were
-    broadcast, for a server that was not there."""
+    broadcast, for a server that was not there. `forget`: with new weights the prefix cache is emptied."""
 
-    def __init__(self, client: Client, run: str, check: bool, fetch: FetchWeights | None):
+    def __init__(self, client: Client, run: str, check: bool, fetch: FetchWeights | None, forget: bool = True):
         self.failure: str | None = None
         """Why nothing may be sampled."""
-        self._client, self._run, self._check, self._fetch = client, run, check, fetch
+        self._client, self._run, self._check, self._fetch, self._forget = client, run, check, fetch, forget
         self._weights: _Weights | None = None
         self._fetched: _Weights | None = None
         self._fetching = asyncio.Lock()
@@ -67,7 +67,7 @@ class ServedWeights:
         if folder is None and await read_version(self._client, url) != weights.name:
             folder = await self._fetched_folder(url, weights)
         if folder is not None:
-            await load_folder(self._client, url, folder, weights.name)
+            await load_folder(self._client, url, folder, weights.name, self._forget)
         if self._check:
             await check_folder(self._client, url, folder or await self._fetched_folder(url, weights))
 

@@ -73,19 +73,19 @@ async def read_version(client: Client, url: str) -> str:
     return str((await client.get(url, "/model_info"))["weight_version"])
 
 
-async def load_folder(client: Client, url: str, folder: Path, version: str) -> None:
+async def load_folder(client: Client, url: str, folder: Path, version: str, forget: bool = True) -> None:
     """Make the server serve the Hugging Face folder, which it must see under the same path, as `version`.
 
-    What it is generating is aborted. Its prefix cache is emptied. Raises UserError where it cannot, EndpointDown
-    where it dies. SGLang says "Rolling back to original weights" and reads the new folder again: after an error the
-    server must be started anew or loaded again before it is used.
+    What it is generating is aborted. With `forget` its prefix cache is emptied. Raises UserError where it cannot,
+    EndpointDown where it dies. SGLang says "Rolling back to original weights" and reads the new folder again: after
+    an error the server must be started anew or loaded again before it is used.
     """
     check_weight_files(folder, "weights")  # SGLang dies of a file that is cut short
     if packs_mxfp4(read_hf_config(folder, "weights")):
         raise UserError(f"server {url} cannot take the weights of {folder}: {PACKED_STAYS} {folder} OUT")
-    body = {"model_path": str(folder.absolute()), "flush_cache": True, "weight_version": version}
+    body = {"model_path": str(folder.absolute()), "flush_cache": forget, "weight_version": version}
     try:
-        await _become_idle(client, url)
+        await _become_idle(client, url, forget)
         await client.post(url, "/update_weights_from_disk", body)
     except RequestRefused as error:
         raise UserError(
@@ -95,11 +95,12 @@ async def load_folder(client: Client, url: str, folder: Path, version: str) -> N
     await check_version(client, url, version)
 
 
-async def _become_idle(client: Client, url: str) -> None:
+async def _become_idle(client: Client, url: str, forget: bool) -> None:
     """A request stays in the scheduler for a moment after its reply, longer where its caller has given it up. SGLang
     would load under it, and then fail because it cannot empty the cache."""
     await client.post(url, "/abort_request", {"abort_all": True})
-    await client.post(url, f"/flush_cache?timeout={_IDLE_S:g}", {})
+    if forget:
+        await client.post(url, f"/flush_cache?timeout={_IDLE_S:g}", {})
 
 
 async def check_version(client: Client, url: str, version: str) -> None:
@@ -122,10 +123,11 @@ async def begin_update(client: Client, url: str) -> None:
         await client.post(url, "/begin_weight_update", {})
 
 
-async def end_update(client: Client, url: str, version: str) -> None:
+async def end_update(client: Client, url: str, version: str, forget: bool = True) -> None:
     """All parts are there: forget what the old weights computed, and generate again, under the new version."""
     await client.post(url, "/end_weight_update", {})
-    await client.post(url, "/flush_cache", {})
+    if forget:
+        await client.post(url, "/flush_cache", {})
     await _name(client, url, version)
     await check_version(client, url, version)
     await client.post(url, "/continue_generation", {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_mopd.step_metrics import NUM_DECILES
+from megatron_mopd.step_metrics import NUM_AGES, NUM_DECILES
 from megatron_mopd.types import Cell
 
 
@@ -54,6 +54,10 @@ RUN_METRICS = _by_name(
     Metric("train/mismatch_quarter_2", "nats/token", "train/mismatch_mean in the second quarter"),
     Metric("train/mismatch_quarter_3", "nats/token", "train/mismatch_mean in the third quarter"),
     Metric("train/mismatch_quarter_4", "nats/token", "train/mismatch_mean in the last quarter"),
+    *(
+        Metric(f"train/drift_{age}", "nats/token", f"|trainer - rollout| log-probs of tokens {older} older, mean")
+        for age, older in enumerate(("one version", "two versions", "three or more versions"), start=1)
+    ),
     Metric("train/route_agreement", "share", "replayed (token, layer) pairs whose experts the trainer would choose"),
     Metric("train/ratio_clipped", "share", "tokens without a gradient by objective.ratio.clip_low and clip_high (PPO)"),
     Metric("train/ratio_masked", "share", "tokens without one by objective.ratio.mask_low and mask_high (IcePop)"),
@@ -75,6 +79,25 @@ RUN_METRICS = _by_name(
     Metric("rollout/training_reward", "reward", "mean reward with the budget rule, of which advantages are made"),
     Metric("rollout/even_groups", "share", "prompts all of whose samples have the same training reward"),
     Metric("rollout/staleness", "versions", "weight version of the trainer - of the sampled token, token mean"),
+    Metric("rollout/stale_share", "share", "sampled tokens of the batch that older weights have sampled"),
+    Metric("rollout/stale_kv_share", "share", "sampled tokens after keys and values of older weights than their own"),
+    Metric("rollout/oldest", "versions", "weight version of the trainer - of the batch's oldest token"),
+    Metric("rollout/version_span", "versions", "most weight versions between the tokens of one trajectory"),
+    Metric("rollout/in_flight", "trajectories", "left unfinished for the next step, which goes on with them first"),
+    Metric("rollout/in_flight_tokens", "tokens", "of those, prompts included"),
+    Metric("rollout/surplus", "prompts", "finished beyond the batch: first in the next one"),
+    *(
+        Metric(f"rollout/interrupted_{reason}", "trajectories", meaning)
+        for reason, meaning in (
+            ("pause", "cut in the middle of sampling, as the batch was full"),
+            ("unstarted", "cut before their first token"),
+            ("turn", "left between two requests, as the batch was full"),
+            ("engine", "cut by the engine (new weights, an abort) and gone on at once"),
+        )
+    ),
+    Metric("rollout/kv_retained", "tokens", "key-value cache held over the last interruption"),
+    Metric("rollout/kv_reused", "tokens", "of it, what was there when trajectories went on"),
+    Metric("rollout/kv_evicted", "tokens", "of trajectories that went on, what had to be computed again"),
     Metric("rollout/unscored", "trajectories", "sampled, and left for a later step because a lane has no endpoint"),
     Metric("time/load_s", "s", "the rollout engine loads the new weights"),
     Metric("time/sample_s", "s", "sampling, with the scoring that hides behind it"),
@@ -100,6 +123,7 @@ CELL_METRICS = _by_name(
     Metric("mismatch_max", "nats", "as train/mismatch_max"),
     Metric("mismatch_kl", "nats/token", "as train/mismatch_kl"),
     *(Metric(f"mismatch_quarter_{i}", "nats/token", f"as train/mismatch_quarter_{i}") for i in range(1, 5)),
+    *(Metric(f"drift_{age}", "nats/token", f"as train/drift_{age}") for age in range(1, NUM_AGES + 1)),
     Metric("route_agreement", "share", "as train/route_agreement"),
     *(Metric(f"ratio_{what}", "share", f"as train/ratio_{what}") for what in ("clipped", "masked", "truncated")),
     Metric("tokens", "tokens", "trained tokens of the cell"),

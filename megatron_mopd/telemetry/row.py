@@ -16,6 +16,7 @@ from megatron_mopd.types import Cell
 
 ROLLOUT_MEANS = ("reward", "reward_within_budget", "spent_tokens", "response_tokens", "truncated_fraction")
 QUANTIZATION = ("error", "changed", "clipped_blocks", "saturated")
+BY_AGE = ("stale_share", "stale_kv_share", "oldest", "version_span")
 SOME_ROLLOUT_MEANS = ("over_budget", "training_reward", "even_groups")
 """Of cells that have a budget, and of objectives that compare outcomes."""
 
@@ -72,6 +73,7 @@ def _measured_means(metrics: StepMetrics | CellMetrics, has_teacher: bool) -> di
     named = {"mismatch_mean": metrics.mismatch, "mismatch_kl": metrics.mismatch_kl}
     named["mismatch_max"] = Mean(metrics.mismatch_max, metrics.mismatch.count)
     named |= {f"mismatch_quarter_{i}": mean for i, mean in enumerate(metrics.mismatch_quarters, start=1)}
+    named |= {f"drift_{age}": mean for age, mean in enumerate(metrics.drift_by_age, start=1)}
     if has_teacher:
         named |= {f"reverse_kl_decile_{i}": mean for i, mean in enumerate(metrics.reverse_kl_deciles, start=1)}
     named |= {"route_agreement": metrics.route_agreement, "kl": metrics.kl}
@@ -112,9 +114,21 @@ def _share_rows(learner: StepMetrics, with_teacher: bool) -> dict[str, float]:
     }
 
 
+def _partial_row(partial: Mapping[str, Any] | None) -> dict[str, float]:
+    """Of rollouts that were interrupted, or could have been."""
+    if not partial or not (partial["in_flight"] or partial["surplus"] or partial["interrupted"]):
+        return {}
+    row = {f"rollout/{name}": partial[name] for name in ("in_flight", "in_flight_tokens", "surplus")}
+    row |= {f"rollout/interrupted_{reason}": count for reason, count in partial["interrupted"].items()}
+    if any(partial["kv"].values()):
+        row |= {f"rollout/kv_{name}": tokens for name, tokens in partial["kv"].items()}
+    return row
+
+
 def _rollout_row(rollout: Mapping[str, Any]) -> dict[str, float]:
     cells: Mapping[str, Mapping[str, float]] = rollout["cells"]
-    row = {"rollout/staleness": rollout["staleness"], "rollout/unscored": rollout["unscored"]}
+    row = {f"rollout/{name}": rollout[name] for name in ("staleness", "unscored", *BY_AGE) if name in rollout}
+    row |= _partial_row(rollout.get("partial"))
     row |= {f"time/{name}_s": value for name, value in rollout["seconds"].items()}
     for name in (*ROLLOUT_MEANS, *SOME_ROLLOUT_MEANS):
         known = [c for c in cells.values() if name in c or name in ROLLOUT_MEANS]

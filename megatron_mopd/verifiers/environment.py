@@ -45,6 +45,12 @@ class VerifiedTurn:
     async def step(self, token_ids: tuple[int, ...]) -> Observation:
         return Observation((), done=True)
 
+    async def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        """There is nothing but the prompt."""
+
     async def score(self, trajectory: Trajectory) -> Outcome:
         ids = trajectory.response_ids.tolist()
         thinking = ids.index(self._end_id) + 1 if self._end_id in ids else len(ids)

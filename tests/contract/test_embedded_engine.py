@@ -16,9 +16,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_engine import MakeEngine, assert_interruptions_change_nothing, generate, prompts, requests, run
+from test_engine import (
+    MakeEngine,
+    assert_interruptions_change_nothing,
+    assert_logs_equal,
+    generate,
+    interrupted_often,
+    prompts,
+    requests,
+    run,
+)
 from tiny import VOCAB_SIZE
 
+from megatron_mopd.embedded.engine import EmbeddedEngine
 from megatron_mopd.errors import UserError
 from megatron_mopd.protocols import RolloutEngine, SampleRequest
 from megatron_mopd.types import Segment
@@ -27,6 +37,27 @@ from megatron_mopd.types import Segment
 @pytest.mark.parametrize("pause", [False, True], ids=["in place", "prefilled again"])
 def test_interrupting_a_sampled_trajectory_leaves_the_same_token_log(make_engine: MakeEngine, pause: bool) -> None:
     assert_interruptions_change_nothing(make_engine, {}, pause)
+
+
+@pytest.mark.parametrize("retain_kv", [False, True], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("times", [1, 3, 10])
+def test_interrupting_everything_leaves_the_same_sampled_token_log(
+    make_engine: MakeEngine, times: int, retain_kv: bool
+) -> None:
+    asked = requests(9, tokens=200)
+    logs = run(make_engine(retain_kv=retain_kv), lambda e: interrupted_often(e, asked, times))
+    assert_logs_equal(generate(make_engine(), asked), logs, times)
+
+
+@pytest.mark.parametrize("most", [4, 64], ids=["several waves", "one wave"])
+def test_what_is_kept_is_freed_with_its_trajectories(make_engine: MakeEngine, most: int) -> None:
+    async def work(engine: RolloutEngine) -> None:
+        assert isinstance(engine, EmbeddedEngine)
+        await interrupted_often(engine, requests(9, tokens=200), 5)
+        assert engine._wave is None
+        assert engine._kept is None
+
+    run(make_engine(retain_kv=True, max_batch_size=most), work)
 
 
 def test_the_noise_of_a_trajectory_does_not_depend_on_its_company(make_engine: MakeEngine) -> None:

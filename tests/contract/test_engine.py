@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -149,6 +150,99 @@ def assert_interruptions_change_nothing(make_engine: MakeEngine, options: dict[s
 @pytest.mark.parametrize("pause", [False, True], ids=["in place", "prefilled again"])
 def test_interrupting_and_resuming_leaves_the_same_token_log(make_engine: MakeEngine, pause: bool) -> None:
     assert_interruptions_change_nothing(make_engine, GREEDY, pause)
+
+
+async def interrupted_often(
+    engine: RolloutEngine, asked: Sequence[SampleRequest], times: int, update: Path | None = None
+) -> list[list[Segment]]:
+    """Everything is interrupted so many times, at tokens that chance picks, and each time goes on from its log; a new
+    request joins. With `update` there are new weights each time."""
+    rng, logs = np.random.default_rng(times), [[] for _ in asked]
+    start = time.monotonic()
+    await engine.generate(SampleRequest("pilot", (3, 4), asked[0].max_new_tokens // 4, ()))
+    spell_s = 4 * (time.monotonic() - start) / times
+
+    async def go_on(log: list[Segment], request: SampleRequest) -> None:
+        ids, have = sum((s.token_ids for s in log), ()), sum(len(s.token_ids) for s in log)
+        if have < request.max_new_tokens:
+            begun_at = log[0].weight_version if log else None
+            more = SampleRequest(
+                request.trajectory_id, request.token_ids + ids, request.max_new_tokens - have, (), begun_at=begun_at
+            )
+            segment = await engine.generate(more)
+            log += [segment] if segment.token_ids else []
+
+    for i in range(times):
+        tasks = [asyncio.create_task(go_on(log, request)) for log, request in zip(logs, asked, strict=True)]
+        new = asyncio.create_task(engine.generate(SampleRequest(f"new-{i}", (3,) * (5 + 9 * i), 200, ())))
+        await asyncio.sleep(rng.uniform(0.3, 0.9) * spell_s)
+        await engine.interrupt()
+        await asyncio.gather(*tasks)
+        assert (await new).finish_reason == "abort"
+        if update is not None:
+            await engine.update_weights(update, engine.weight_version + 1)
+    await asyncio.gather(*[go_on(log, request) for log, request in zip(logs, asked, strict=True)])
+    return logs
+
+
+def assert_logs_equal(wholes: Sequence[Segment], logs: Sequence[Sequence[Segment]], times: int) -> None:
+    for whole, log in zip(wholes, logs, strict=True):
+        assert sum((s.token_ids for s in log), ()) == whole.token_ids
+        np.testing.assert_allclose(sum((s.logprobs for s in log), ()), whole.logprobs, atol=1e-4)
+        assert sum((s.loss_mask for s in log), ()) == (True,) * len(whole.token_ids)
+        assert [s.finish_reason for s in log] == ["abort"] * (len(log) - 1) + ["length"]
+        assert {s.weight_version for s in log} == {0}
+    assert max(map(len, logs)) > 1 + times // 2
+
+
+@pytest.mark.parametrize("retain_kv", [False, True], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("times", [1, 3, 10])
+def test_interrupting_everything_leaves_the_same_greedy_token_log(
+    make_engine: MakeEngine, times: int, retain_kv: bool
+) -> None:
+    """Law 5."""
+    asked = requests(9, tokens=200)
+    wholes = generate(make_engine(**GREEDY), asked)
+    logs = run(make_engine(**GREEDY, retain_kv=retain_kv), lambda e: interrupted_often(e, asked, times))
+    assert_logs_equal(wholes, logs, times)
+
+
+@pytest.mark.parametrize("retain_kv", [False, True], ids=["recomputed", "kept"])
+def test_kv_of_older_weights_is_used_where_it_is_kept_alone_and_then_marked(
+    make_engine: MakeEngine, update: Path, retain_kv: bool
+) -> None:
+    asked = requests(5, tokens=200)
+
+    async def work(engine: RolloutEngine) -> list[list[Segment]]:
+        logs = await interrupted_often(engine, asked, 2, update)
+        kv = engine.kv
+        assert (kv.retained > 0) == (kv.reused > 0) == retain_kv
+        # what is new has a prefix in common with everything that is old
+        fresh = SampleRequest("fresh", asked[0].token_ids + logs[0][0].token_ids, 8, ())
+        return [*logs, [await engine.generate(fresh)]]
+
+    *logs, (fresh,) = run(make_engine(retain_kv=retain_kv), work)
+    marks = {(s.weight_version, s.kv_version) for log in logs for s in log}
+    assert {version for version, _ in marks} == {0, 1, 2}
+    assert marks == ({(0, None), (1, 0), (2, 0)} if retain_kv else {(0, None), (1, None), (2, None)})
+    assert fresh.kv_version is None
+    ids = asked[0].token_ids + logs[0][0].token_ids + fresh.token_ids
+    np.testing.assert_allclose(fresh.logprobs, reference_logprobs(update, ids, 1.0)[-8:], atol=1e-4)
+    for request, log in zip(asked, logs, strict=True):
+        ids = request.token_ids + sum((s.token_ids for s in log), ())
+        want = reference_logprobs(update, ids, 1.0)[-len(log[-1].token_ids) :]
+        off = np.abs(np.array(log[-1].logprobs) - want).max()
+        assert off > 1e-3 if retain_kv else off < 1e-4
+
+
+def test_an_interruption_of_nothing_is_none(make_engine: MakeEngine) -> None:
+    async def work(engine: RolloutEngine) -> Segment:
+        await engine.interrupt()
+        segment = await engine.generate(requests(1)[0])
+        await engine.interrupt()
+        return segment
+
+    assert run(make_engine(), work).finish_reason == "length"
 
 
 @pytest.mark.parametrize("observed", [1, 3, 20], ids=["one token", "three", "more than is fed in place"])

@@ -15,7 +15,7 @@ from tiny import LAYOUTS, write_checkpoint
 
 from megatron_mopd.batch import Batch
 from megatron_mopd.config import Config
-from megatron_mopd.step_metrics import Mean, StepMetrics
+from megatron_mopd.step_metrics import NUM_AGES, Mean, StepMetrics
 
 LAYOUTS = {name: LAYOUTS[name] for name in ("single", "DP2", "TP2xPP2", "CP2")}
 
@@ -45,11 +45,12 @@ def test_a_step_reports_the_mismatch_as_defined(layout: str, scale: float, ranks
     batch = batch_of()
     own = ranks(size)(measure, config, batch)[0][0]
     noise = np.random.default_rng(0).normal(0.1, 1.0, len(own)) * scale
-    stale = np.random.default_rng(1).random(len(own)) < 0.3
-    noise[stale] = 9.0
+    versions = -np.random.default_rng(1).choice(5, len(own), p=[0.6, 0.1, 0.1, 0.1, 0.1]).astype(np.int32)
+    stale = versions < 0
+    noise[stale] = 9.0 - versions[stale]
     batch = dataclasses.replace(
-        batch, rollout_logprobs=(own + noise).astype(np.float32), weight_version=-stale.astype(np.int32)
-    )
+        batch, rollout_logprobs=(own + noise).astype(np.float32), weight_version=versions
+    )  # fmt: skip
     trained, bucket, cell_of = trained_bucket_and_cell(batch)
     current = trained & ~stale
     reverse_kl = own.astype(np.float64) - batch.teacher_logprobs
@@ -72,6 +73,9 @@ def test_a_step_reports_the_mismatch_as_defined(layout: str, scale: float, ranks
                 assert mean.count == there.sum()
                 assert mean.value * mean.count == pytest.approx(reverse_kl[there].sum(), rel=1e-5)
             assert Mean.over(of_cell.reverse_kl_deciles) == (pytest.approx(of_cell.reverse_kl, rel=1e-12), here.sum())
+            for age, mean in enumerate(of_cell.drift_by_age, start=1):
+                there = here & (versions == -age if age < NUM_AGES else versions <= -age)
+                assert mean == (pytest.approx(np.abs(d[there]).mean(), rel=1e-3), there.sum())
             assert of_cell.route_agreement.count == 0
         assert metrics.mismatch_kl == (pytest.approx(kl[current].mean(), rel=1e-2), current.sum())
         assert sum(m.count for m in metrics.mismatch_quarters) == current.sum()

@@ -6,6 +6,7 @@ import asyncio
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,34 @@ def test_a_pause_changes_no_token_and_loses_none(make_engine: MakeEngine, studen
     for request, segment in zip(asked, segments, strict=True):
         assert len(segment.token_ids) > 1
         assert_sampled_from(student.checkpoint, request, segment)
+
+
+@pytest.mark.parametrize("retain_kv", [False, True], ids=["recomputed", "kept"])
+def test_interruptions_leave_no_key_value_cache_behind(
+    make_engine: MakeEngine, student: Server, retain_kv: bool
+) -> None:
+    """Fault 13: what is free at the end is what was free at the beginning, once what is kept for later is dropped."""
+    asked = long_requests()
+
+    async def work(engine: SGLangEngine) -> None:
+        for i in range(5):
+            tasks = await started(engine, [replace(r, trajectory_id=f"{r.trajectory_id}/{i}") for r in asked])
+            await engine.interrupt()
+            segments = await asyncio.gather(*tasks)
+            assert {s.finish_reason for s in segments} == {"abort"}
+            assert await used_tokens(student.url) == 0
+
+    flush_cache(student.url)
+    before = asyncio.run(free_tokens(student.url))
+    run(make_engine(retain_kv=retain_kv), work)
+    assert flush_cache(student.url)
+    assert asyncio.run(free_tokens(student.url)) == before
+
+
+async def free_tokens(url: str) -> int:
+    async with Client(silence_s=30.0) as client:
+        load = (await client.get(url, "/v1/loads"))["loads"][0]
+        return load["max_total_num_tokens"] - load["num_used_tokens"]
 
 
 def flush_cache(url: str) -> bool:

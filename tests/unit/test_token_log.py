@@ -1,142 +1,174 @@
-"""The token log of a request: what it takes from a server, and what it refuses."""
+"""The token log on disk: what was written is read, to the bit, or refused in one line."""
 
 from __future__ import annotations
 
-import base64
-from typing import Any
+import os
+import struct
+import tempfile
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_mopd.errors import UserError
-from megatron_mopd.protocols import EndpointDown, SampleRequest
-from megatron_mopd.sglang.token_log import TokenLog
+from megatron_mopd.prompts.source import Place
+from megatron_mopd.rollout.pool import read_pool
+from megatron_mopd.rollout.token_log import Cut, Frame, TokenLog, decode, encode
+from megatron_mopd.trajectory_file import prompt_record, segment_columns, segment_record
+from megatron_mopd.types import Prompt, RenderedPrompt, Segment
 
-URL = "http://a:1"
-REQUEST = SampleRequest("t-7", (1, 2, 3), 6, (9,), routed_positions=1)
-
-
-def log(routed_shape: tuple[int, int] | None = None) -> TokenLog:
-    new = TokenLog(REQUEST, 4, "run-v4", vocab_size=100, routed_shape=routed_shape)
-    new.continuation()
-    return new
+FUZZ = int(os.environ.get("MOPD_FUZZ_EXAMPLES", "10000"))
 
 
-def reply(ids: list[int], total: int, reason: dict[str, Any] | None = None, **meta: Any) -> dict[str, Any]:
-    return {
-        "output_ids": ids,
-        "meta_info": {
-            "weight_version": "run-v4",
-            "finish_reason": reason,
-            "completion_tokens": total,
-            "output_token_logprobs": [[-0.5 * i, i, None] for i in ids],
-            **meta,
-        },
-    }
+def frames(count: int = 3) -> list[Frame]:
+    """A pool of one prompt, begun and paused `count` times."""
+    rng = np.random.default_rng(count)
+    prompt = RenderedPrompt(Prompt("p", "law", "low", "toy", ({"role": "user", "content": "é"},)), (7, 8), (7,))
+    out = [Frame({"kind": "prompt", "place": [0, 1], "names": ["1/p@0"], **prompt_record(prompt)}, {})]
+    for n in range(1, count + 1):
+        routes = rng.integers(0, 9, (n, 2, 2)).astype(np.int16)
+        s = Segment(tuple(range(n)), tuple((-rng.random(n)).tolist()), (True,) * n, n, "abort", routes, 0)
+        head = {"kind": "sample", "place": [0, 1], "sample": 0, "observed": 0, "state": {}, "finish_reason": None}
+        out.append(Frame({**head, "outcome": None, "segments": [segment_record(s)]}, segment_columns([s])))
+    out.append(Frame({"kind": "pool", "next": [1, 0], "prompts": [{"place": [0, 1], "done": []}]}, {}))
+    return out
 
 
-LENGTH, EOS = {"type": "length", "length": 6}, {"type": "stop", "matched": 50}
-ABORT = {"type": "abort", "message": "Abort in waiting queue"}
+BYTES = b"".join(map(encode, frames()))
+SIZES = [len(encode(f)) for f in frames()]
 
 
-def test_messages_add_up_to_the_segment() -> None:
-    t = log()
-    assert not t.add(reply([5, 6], 2), URL)
-    assert t.add(reply([7, 9], 4, {"type": "stop", "matched": 9}), URL)
-    assert t.segment.token_ids == (5, 6, 7, 9)
-    assert t.segment.logprobs == (-2.5, -3.0, -3.5, -4.5)
-    assert (t.segment.finish_reason, t.segment.weight_version) == ("stop", 4)
+def assert_equal(got: list[Frame], want: list[Frame]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert {k: v for k, v in a.head.items() if k != "place"} | {"place": [*a.head.get("place", ())]} == {
+            k: (list(v) if isinstance(v, tuple) else v) for k, v in b.head.items()
+        } | {"place": [*b.head.get("place", ())]} or a.head["kind"] in ("prompt", "sample")
+        assert a.columns.keys() == b.columns.keys()
+        for name in a.columns:
+            np.testing.assert_array_equal(a.columns[name], b.columns[name])
 
 
-def test_the_next_server_gets_what_is_left() -> None:
-    """Fault 35: prompt 3, limit 6, 4 received: the next request asks for 2 after 7."""
-    t = log()
-    t.add(reply([5, 6, 7, 8], 4), URL)
-    body = t.continuation()
-    assert body["input_ids"] == [1, 2, 3, 5, 6, 7, 8]
-    assert body["sampling_params"]["max_new_tokens"] == 2
-    t.add(reply([11, 12], 2, LENGTH), "http://b:2")
-    assert t.segment.token_ids == (5, 6, 7, 8, 11, 12)
-    assert t.ended == "length"
+def test_frames_read_back_to_the_bit(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path)
+    cut = log.write(4, 4, frames())
+    assert cut == Cut(4, 4, len(BYTES))
+    assert_equal(log.read(cut), frames())
+    (entry,), after = read_pool(log, cut, {"toy": lambda prompt: None})  # type: ignore[dict-item,return-value]
+    assert after == Place(1, 0)
+    segments = entry.samples[0].segments
+    assert [(s.weight_version, s.kv_version, len(s.token_ids)) for s in segments] == [(1, 0, 1), (2, 0, 2), (3, 0, 3)]
+    assert [s.routed_experts.shape for s in segments if s.routed_experts is not None] == [(n, 2, 2) for n in (1, 2, 3)]
 
 
-def test_the_models_own_end_id_ends_nothing() -> None:
-    t = log()
-    assert t.add(reply([5, 50], 2, EOS), URL)
-    assert t.ended is None
-    assert t.segment.finish_reason == "abort"
+def test_what_is_behind_the_cut_is_dropped_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = TokenLog(tmp_path)
+    cut = log.write(4, 4, frames())
+    with log.file(4).open("ab") as out:
+        out.write(b"torn")
+    log.write(5, 4, frames())
+    log.file(5).write_bytes(BYTES[:-3])
+    assert_equal(log.read(cut), frames())
+    said = capsys.readouterr().err.splitlines()
+    assert f"{log.file(4)} has 4 bytes behind the end of step 4: they are dropped" in said[0]
+    assert "step 5 is made again" in said[1]
+    assert "4 frames, the last torn" in said[1]
+    assert log.file(4).read_bytes() == BYTES
+    assert not log.file(5).exists()
 
 
-@pytest.mark.parametrize(
-    ("ids", "total"), [([6], 2), ([5, 6, 6], 2), ([6], 1)], ids=["sent again", "with what was waiting", "nothing new"]
+def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path)
+    cut = log.write(4, 4, frames())
+    os.truncate(log.file(4), len(BYTES) - 1)
+    with pytest.raises(UserError, match=f"it has {len(BYTES) - 1} of {len(BYTES)} bytes"):
+        log.read(cut)
+
+
+def test_files_that_no_state_needs_are_deleted(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path)
+    for step in range(4):
+        log.write(step, 0, frames())
+    log.drop_before(2)
+    assert [f.name for f in sorted(tmp_path.iterdir())] == ["in_flight_00000002.log", "in_flight_00000003.log"]
+
+
+def one_line(error: UserError) -> None:
+    assert "\n" not in str(error)
+
+
+def survives(data: bytes) -> None:
+    """Frames that were written, or one line."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = TokenLog(Path(folder))
+        log.file(0).write_bytes(data)
+        try:
+            read_pool(log, Cut(0, 0, len(data)), {"toy": lambda prompt: None})  # type: ignore[dict-item,return-value]
+        except UserError as error:
+            one_line(error)
+
+
+@settings(max_examples=FUZZ // 2, deadline=None)
+@given(st.data())
+def test_no_mutation_of_the_bytes_is_read_or_crashes(data: st.DataObject) -> None:
+    raw = bytearray(BYTES)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        match data.draw(st.sampled_from(["flip", "cut", "double", "insert"])):
+            case "flip":
+                raw[at] ^= 1 << data.draw(st.integers(0, 7))
+            case "cut":
+                del raw[at : at + data.draw(st.integers(1, 40))]
+            case "double":
+                raw[at:at] = raw[at : at + data.draw(st.integers(1, 400))]
+            case _:
+                raw[at:at] = data.draw(st.binary(max_size=20))
+        if not raw:
+            break
+    if raw == BYTES:
+        return
+    ends = {0, *np.cumsum(SIZES).tolist()}
+    try:
+        found = list(decode(bytes(raw), Path("log")))
+    except UserError as error:
+        one_line(error)
+    else:  # whole frames were taken away, or doubled
+        assert sum(len(encode(f)) for f in found) == len(raw)
+        assert len(raw) in ends or len(raw) > 0
+    survives(bytes(raw))
+
+
+def sealed(head: bytes, columns: bytes) -> bytes:
+    payload = struct.pack("<I", len(head)) + head + columns
+    size = struct.pack("<I", len(payload))
+    return size + struct.pack("<I", zlib.crc32(payload, zlib.crc32(size))) + payload
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
 )
-def test_an_abort_that_repeats_tokens_adds_none_twice(ids: list[int], total: int) -> None:
-    """SGLang sends the last token once more with the echo of an abort, and merges messages that nobody has taken."""
-    t = log()
-    received = 0 if len(ids) == 3 else total
-    if received:
-        t.add(reply([5, 6][:received], received), URL)
-    with pytest.raises(EndpointDown, match="aborted t-7: Abort in waiting queue"):
-        t.add(reply(ids, total, ABORT), URL)
-    assert t.token_ids == [5, 6][:total]
+KEYS = ["kind", "place", "sample", "segments", "names", "prompt", "state", "next", "prompts", "columns", "observed",
+        "outcome", "finish_reason", "student_ids", "teacher_ids"]  # fmt: skip
 
 
-@pytest.mark.parametrize("meta", [{"weight_version": "default"}, {"weight_versions": [{"version": "run-v3"}]}])
-def test_tokens_of_other_weights_are_left_out(meta: dict[str, Any]) -> None:
-    t = log()
-    t.add(reply([5], 1), URL)
-    with pytest.raises(EndpointDown, match=r"serves '(default|run-v3)', not 'run-v4'"):
-        t.add(reply([6], 2, **meta), URL)
-    assert t.token_ids == [5]
+@settings(max_examples=FUZZ // 2, deadline=None)
+@given(st.data())
+def test_frames_with_a_right_checksum_and_a_wrong_content_are_refused(data: st.DataObject) -> None:
+    import json
 
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (reply([5], 1, output_token_logprobs=[[None, 5, None]]), "sent log-prob None for token 5"),
-        (reply([5], 1, output_token_logprobs=[[float("nan"), 5, None]]), "sent log-prob nan for token 5"),
-        (reply([5], 1, output_token_logprobs=[[float("-inf"), 5, None]]), "sent log-prob -inf for token 5"),
-        (reply([5], 1, output_token_logprobs=[]), "1 token ids and 0 log-probs where 1 of each were due"),
-        (reply([5, 6], 3), "2 token ids and 2 log-probs where 3 of each were due"),
-        (reply([5], 1, output_token_logprobs=[[-1.0, 6, None]]), "sent token 5 with the log-prob of 6"),
-        (reply([100], 1), "sent token 100"),
-        (reply([9, 5], 2), "sent token 5"),
-        (reply([5], 1, {"type": "stop", "matched": "NaN happened"}), "computed NaN"),
-        (reply([5], 1, LENGTH), "has room for 1 of 6 tokens after 3; raise its context_length"),
-        (reply([], 0, {"type": "abort", "message": "too long", "status_code": 400}), "refused: too long"),
-    ],
-)
-def test_a_bad_reply_names_trajectory_and_server(bad: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"^t-7: server {URL} .*{message}"):
-        log().add(bad, URL)
-
-
-def test_routes_are_those_of_the_last_attempt() -> None:
-    """Positions [1, 3 + 6 - 1) of two layers, top-2."""
-    routes = np.arange(7 * 2 * 2, dtype=np.int32)
-    t = log((2, 2))
-    t.add(reply([5, 50], 2, EOS, routed_experts=base64.b64encode(routes[: 3 * 4].tobytes())), URL)
-    assert t.continuation()["routed_experts_start_len"] == 1
-    t.add(reply([6, 7, 8, 4], 4, LENGTH, routed_experts=base64.b64encode(routes.tobytes())), URL)
-    got = t.segment.routed_experts
-    assert got is not None
-    np.testing.assert_array_equal(got, routes.reshape(7, 2, 2))
-    assert got.dtype == np.int16
-
-
-def test_a_segment_that_outgrew_its_routes_has_none() -> None:
-    """The next segment then covers its positions too (types.Segment); too few routes would end the run."""
-    t = log((2, 2))
-    t.add(reply([5, 50], 2, EOS, routed_experts=base64.b64encode(np.zeros(3 * 4, np.int32).tobytes())), URL)
-    t.continuation()
-    assert t.segment.routed_experts is not None, "nothing came after them yet"
-    t.add(reply([6], 1), URL)
-    assert t.segment.routed_experts is None
-
-
-def test_routes_must_be_there_and_fit() -> None:
-    with pytest.raises(UserError, match="sent no routes; it must run with --enable-return-routed-experts"):
-        log((2, 2)).add(reply([9], 1, {"type": "stop", "matched": 9}), URL)
-    routes = base64.b64encode(np.zeros(5, np.int32).tobytes())
-    with pytest.raises(UserError, match="sent 5 routed experts for 2 positions of 2 layers and top-2"):
-        log((2, 2)).add(reply([9], 1, {"type": "stop", "matched": 9}, routed_experts=routes), URL)
+    out = []
+    for frame in frames():
+        encoded = encode(frame)
+        (length,) = struct.unpack_from("<I", encoded, 8)
+        head, columns = json.loads(encoded[12 : 12 + length]), encoded[12 + length :]
+        if data.draw(st.booleans()):
+            head[data.draw(st.sampled_from(KEYS))] = data.draw(JSON)
+        if data.draw(st.integers(0, 9)) == 0:
+            columns = columns[: data.draw(st.integers(0, len(columns)))]
+        text = json.dumps(head).encode() if data.draw(st.integers(0, 9)) else data.draw(st.binary(max_size=30))
+        out.append(sealed(text, columns))
+    survives(b"".join(out))

@@ -94,12 +94,12 @@ def test_what_waits_for_a_teacher_that_was_removed_is_named(tmp_path: Path, cell
             "rollout": {"max_response_tokens": 5},
         }
     )
-    check_cells([Sampled(trajectory(), 3)], config)
+    check_cells([trajectory()], config)
     removed = config.model_copy(update={"prompts": config.prompts.model_copy(update=cells)})
     with pytest.raises(
         UserError, match=rf"trajectory 0/p@3 in {tmp_path}/trajectories waits .* teacher of general/low"
     ):
-        check_cells([Sampled(trajectory(), 3)], removed)
+        check_cells([trajectory()], removed)
 
 
 def test_a_step_names_what_it_was_written_without(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 The log only grows. Where a server dies, the next one goes on from `continuation`, so a token that was received is never
 sampled again. What ends the request follows from the log alone (a stop id, the budget), whatever the server thinks.
 
-Promises (tests/unit/test_token_log.py): one finite log-prob per token, each token of the student's vocabulary and each
+Promises (tests/unit/test_reply_log.py): one finite log-prob per token, each token of the student's vocabulary and each
 message of the weights that it must come from; anything else raises an error that names trajectory and server.
 """
 
@@ -21,9 +21,10 @@ from megatron_mopd.protocols import EndpointDown, SampleRequest
 from megatron_mopd.types import Segment
 
 
-class TokenLog:
+class ReplyLog:
     """`weights`: what the servers call the weights of `weight_version`. `routed_shape`: (layers, top-k) with router
-    replay."""
+    replay. `kv_name`: what its keys and values are filed under, where those of older weights are kept: nothing of
+    another name is ever used for it."""
 
     def __init__(
         self,
@@ -32,13 +33,16 @@ class TokenLog:
         weights: str,
         vocab_size: int,
         routed_shape: tuple[int, int] | None,
+        kv_name: str | None = None,
     ):
         self.request = request
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.routed_experts: np.ndarray | None = None
         self._weight_version, self._weights = weight_version, weights
-        self._vocab_size, self._routed_shape = vocab_size, routed_shape
+        self._vocab_size, self._routed_shape, self._kv_name = vocab_size, routed_shape, kv_name
+        self.cached_tokens: int | None = None
+        """Of the input of its first attempt, those whose keys and values were there."""
         self._attempt_start = 0
 
     @property
@@ -57,7 +61,13 @@ class TokenLog:
             self._weight_version,
             self.ended or "abort",
             self.routed_experts,
+            self.request.begun_at if self._may_have_older_kv else None,
         )
+
+    @property
+    def _may_have_older_kv(self) -> bool:
+        begun_at = self.request.begun_at
+        return self._kv_name is not None and begun_at is not None and begun_at < self._weight_version
 
     def continuation(self) -> dict[str, Any]:
         """The body of a request to go on from here."""
@@ -71,6 +81,8 @@ class TokenLog:
             "return_logprob": True,
             "stream": True,
         }
+        if self._kv_name is not None:
+            body["extra_key"] = self._kv_name
         if self._routed_shape is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": self.request.routed_positions}
         return body
@@ -84,6 +96,8 @@ class TokenLog:
         meta = reply["meta_info"]
         self._check_weights(meta, url)
         reason = meta["finish_reason"]
+        if self.cached_tokens is None:
+            self.cached_tokens = int(meta.get("cached_tokens", 0))
         self._append(reply["output_ids"], meta, url, aborted=reason is not None and reason["type"] == "abort")
         if reason is None:
             return False
