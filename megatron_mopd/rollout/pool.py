@@ -95,14 +95,20 @@ async def _sample_head(entry: Entry, index: int, sample: Rollout) -> dict[str, A
 
 def read_pool(log: TokenLog, cut: Cut, environments: Mapping[str, MakeEnvironment]) -> tuple[list[Entry], Place]:
     """The pool at that cut, and where the sequence of prompts goes on. UserError where the log does not give it."""
-    frames = log.read(cut)
+    return pool_of(log.read(cut), cut, environments, log.file(cut.step))
+
+
+def pool_of(
+    frames: Sequence[Frame], cut: Cut, environments: Mapping[str, MakeEnvironment], file: Path
+) -> tuple[list[Entry], Place]:
+    """The same of all frames; `file` is named in errors."""
     try:
         return _pool(frames, cut, environments)
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-        file = Path(log.file(cut.step))
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
-            f"{file} and those before it do not hold the trajectories in flight ({type(error).__name__}: {error}); "
-            "put them back as they were, or continue from another checkpoint"
+            f"{file} and those before it do not hold the trajectories in flight ({reason}); put them back as they "
+            "were, or continue from another checkpoint"
         ) from error
 
 

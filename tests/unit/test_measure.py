@@ -55,3 +55,19 @@ def test_outcomes_are_measured_where_they_are_compared_and_budgets_where_there_a
 def test_a_run_that_compares_nothing_has_no_groups() -> None:
     law = rollout_metrics(SOME, config(), step=0, weight_version=3, seconds={})["cells"]["law/low"]
     assert not {"training_reward", "even_groups"} & law.keys()
+
+
+def test_ages_are_those_of_sampled_tokens() -> None:
+    prompt = RenderedPrompt(Prompt("p", "law", "low", "qa", ()), (1,), (1,))
+    segments = (
+        Segment((5, 6), (-0.5, -0.5), (True, True), 1, "abort"),
+        Segment((7,), (-0.5,), (True,), 3, "stop", kv_version=1),
+        Segment.observation((8, 9), 3),
+        Segment((7,), (-0.5,), (True,), 4),
+    )
+    old = Graded(Trajectory("t", prompt, segments, "stop", Outcome(1.0, 4)), "", np.zeros(6, np.float32))
+    got = rollout_metrics([old, graded("law", 1, Outcome(0.0, 1), version=4)], config(), 4, 4, {})
+    assert got["stale_share"] == pytest.approx(3 / 6)
+    assert got["stale_kv_share"] == pytest.approx(1 / 6)
+    assert got["staleness"] == pytest.approx((3 + 3 + 1) / 6)
+    assert (got["oldest"], got["version_span"]) == (3, 3)

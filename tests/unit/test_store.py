@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_mopd.batch import TOKEN_COLUMNS, Batch
+from megatron_mopd.errors import UserError
+from megatron_mopd.rollout.token_log import Cut
 from megatron_mopd.store import TrajectoryStore
 from megatron_mopd.types import Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
 
@@ -69,3 +71,29 @@ def test_cut_forgets_a_step_and_all_after_it(written):
     assert store.has(3)
     assert not store.has(4)
     assert not list(store.folder(4).parent.glob("*.partial"))
+
+
+def test_a_step_says_where_the_token_log_has_what_it_left_in_flight(written, tmp_path):
+    """Also one that its lanes could not finish; and what no checkpoint needs is not."""
+    store, _ = written
+    assert store.pool_after(4) is None
+    store.write(5, [graded(1, CELLS[0])], CELLS, {"cells": {}}, pool=Cut(2, 5, 70))
+    store.keep(6, [], Cut(3, 6, 80))
+    assert (store.pool_after(5), store.pool_after(6)) == (Cut(2, 5, 70), Cut(3, 6, 80))
+    assert store.first_needed(6) == 3
+    (tmp_path / "checkpoints" / "step_00000006").mkdir(parents=True)
+    assert store.first_needed(6) == 2, "from the checkpoint of step 6 it is step 5 that is continued"
+    store.cut(6)
+    assert store.pool_after(6) == Cut(3, 6, 80)
+    store.write(6, [graded(1, CELLS[0])], CELLS, {"cells": {}})
+    assert store.pool_after(6) is None
+    store.cut(5)
+    assert store.pool_after(5) is None
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "[3, 2, 9]", '["a", 2, 3]', "{}", "[1, 2, -3]"])
+def test_a_place_in_the_token_log_that_is_none_is_one_line(written, text):
+    store, _ = written
+    (store.folder(4) / "pool.json").write_text(text)
+    with pytest.raises(UserError, match=r"pool.json does not say where the token log has what is in flight"):
+        store.pool_after(4)
