@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_mopd.prompts.render import Renderer
-from megatron_mopd.protocols import SampleRequest
+from megatron_mopd.protocols import KvUse, SampleRequest
 from megatron_mopd.types import Segment
 
 
@@ -17,6 +17,7 @@ class ScriptedTexts:
     weight_version = 0
 
     def __init__(self, renderer: Renderer, texts: Sequence[str], piece: int = 0):
+        self.kv = KvUse()
         self._renderer, self._texts, self._piece = renderer, list(texts), piece
         self._left: dict[str, list[list[int]]] = {}
         self.asked: list[SampleRequest] = []
@@ -44,6 +45,8 @@ class ScriptedTexts:
         self.weight_version += bool(self._piece)
         self.sampled.setdefault(request.trajectory_id, []).append(segment)
         return segment
+
+    async def interrupt(self) -> None: ...
 
     async def update_weights(self, folder: Path | None, weight_version: int) -> None: ...
 

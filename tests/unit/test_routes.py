@@ -19,7 +19,7 @@ from megatron_mopd.errors import UserError
 from megatron_mopd.mcore.options import check_router_replay, split_megatron_table
 from megatron_mopd.mcore.packing import pack
 from megatron_mopd.preflight import check_rollout
-from megatron_mopd.protocols import Observation, SampleRequest, ScoreRequest
+from megatron_mopd.protocols import KvUse, Observation, SampleRequest, ScoreRequest
 from megatron_mopd.rollout.sampler import Sampling, sample
 from megatron_mopd.store import TrajectoryStore
 from megatron_mopd.types import Cell, Graded, Outcome, Prompt, RenderedPrompt, Segment, Trajectory
@@ -179,6 +179,7 @@ class Recording:
     weight_version = 1
 
     def __init__(self) -> None:
+        self.kv = KvUse()
         self.asked: list[int] = []
 
     async def start(self) -> None: ...
@@ -189,6 +190,8 @@ class Recording:
             return dataclasses.replace(EMPTY, finish_reason="stop")
         routes = routes_of(request.routed_positions, len(request.token_ids) + 2 - 1)
         return Segment((5, 6), (-0.5, -0.5), (True, True), 1, "stop", routes)
+
+    async def interrupt(self) -> None: ...
 
     async def update_weights(self, folder: Path | None, weight_version: int) -> None: ...
 
