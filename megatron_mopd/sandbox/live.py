@@ -2,7 +2,8 @@
 
 A driver holds a lock on its folder for as long as it lives, and removes those of which nobody holds the lock. All that
 makes sandboxes for it has the name of its folder in its environment (programs inside have not), so that what is left of
-a driver that was killed within the first milliseconds of a sandbox, before bubblewrap ends with its parent, is found.
+a driver that was killed within the first milliseconds of a sandbox, before bubblewrap ends with its parent, is found:
+by the next driver, or by a later one if a child of the killed one, not yet become another program, held the lock.
 """
 
 from __future__ import annotations
