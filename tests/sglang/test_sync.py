@@ -205,6 +205,7 @@ def test_load_says_what_is_wrong(server: Server, tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match=r"has 100000 bytes, its header says"):
         call(load_folder, server.url, torn, "v")
     monkeypatch.setattr(weights, "check_weight_files", lambda folder, key: None)  # only this machine sees the folder
+    monkeypatch.setattr(weights, "read_hf_config", lambda folder, key: {})
     with pytest.raises(UserError, match=f"server {server.url} could not load {tmp_path}/elsewhere.*Failed to get"):
         call(load_folder, server.url, tmp_path / "elsewhere", "v")
     assert call(read_version, server.url) == INITIAL_VERSION
