@@ -33,7 +33,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def serve_student(config: Config) -> None:
     renderer = Renderer.of_student(config)
     folder = config.run.folder / "gateway"
-    folder.mkdir(parents=True, exist_ok=True)
     with build.student_servers(config):
         asyncio.run(_serve(config, renderer, folder))
 
@@ -58,6 +57,7 @@ async def _serve(config: Config, renderer: Renderer, folder: Path) -> None:
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
     try:
         await engine.start()
+        folder.mkdir(parents=True, exist_ok=True)
         print(f"gateway: {await gateway.start()}; finished trajectories go to {folder}", flush=True)
         await asked.wait()
     finally:

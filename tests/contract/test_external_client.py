@@ -195,5 +195,22 @@ def test_the_command_serves_a_student_and_keeps_what_was_played(folder: Path, tm
     assert len(kept.trajectory.response_ids) == answer.usage.completion_tokens == ended["sampled_tokens"]
 
 
+def test_a_gateway_that_others_could_reach_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    tree = {
+        "run": {"folder": str(tmp_path / "run"), "num_steps": 1},
+        "student": {"checkpoint": str(folder)},
+        "prompts": {"batch_size": 1, "mixture": {"agents": 1}, "chat_template": "xtml", "keep_thinking": True},
+        "rollout": {"max_response_tokens": 400},
+        "gateway": {"host": "0.0.0.0"},
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(tree))
+    words = [sys.executable, "-m", "megatron_mopd.cli", "gateway", str(tmp_path / "mine.yaml")]
+    done = subprocess.run(words, text=True, capture_output=True, check=False)
+    assert done.returncode == 2
+    assert "gateway.host=0.0.0.0 can be reached from other machines; set gateway.api_key_env" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run" / "gateway").exists()
+
+
 def test_many_sessions_at_once(folder: Path) -> None:
     play(folder, 32, streams=False)
