@@ -68,8 +68,9 @@ def test_methods_train_on_as_many_trajectories_of_the_same_prompts(pipeline: Pip
     budget = mopd.run.num_steps * mopd.prompts.batch_size
     rl = [config_of(s) for s in pipeline.stages if "-" in s.name]
     of_teachers = sum(c.run.num_steps * c.prompts.batch_size * c.prompts.samples_per_prompt for c in rl)
-    budgets = {"mixed_rl_220": budget + of_teachers}
-    for name in ("topk", "no_r_max", "offpolicy", "mixed_rl", "mixed_rl_220", "cross_origin", "round_two"):
+    batch = mopd.prompts.batch_size
+    budgets = {"mixed_rl_long": -(-(budget + of_teachers) // batch) * batch}  # whole batches, no fewer
+    for name in ("topk", "no_r_max", "offpolicy", "mixed_rl", "mixed_rl_long", "cross_origin", "round_two"):
         config = config_of(methods.stage(name))
         trained = config.run.num_steps * config.prompts.batch_size * config.prompts.samples_per_prompt
         assert trained == budgets.get(name, budget), name
