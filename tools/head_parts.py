@@ -20,8 +20,8 @@ from megatron_mopd.mcore import one_pass, vocab_slice
 PARTS = {
     "GEMM 1, logits": (vocab_slice, "product"),
     "elementwise": (vocab_slice, "add_exponentials"),
-    "GEMM 2, E W": (one_pass, "product"),
-    "GEMM 3, E^T (a H)": (one_pass, "add_product"),
+    "GEMMs 2 and 3, E W and E^T (a H)": (one_pass, "product"),
+    "GEMM 3 of later chunks": (one_pass, "add_product"),
 }
 
 

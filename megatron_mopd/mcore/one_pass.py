@@ -87,9 +87,11 @@ class _Pass:
         self.coefficient_T = torch.zeros_like(targets.offset_T)
         self.sums_3T = self.coefficient_T.new_zeros(3, tokens.num_tokens)
         self.gradients = Gradients(
-            self.coefficient_T.new_zeros(tokens.hidden_tD.shape),
-            None if is_frozen else self.coefficient_T.new_zeros(layer.weight_vD.shape),
+            self.coefficient_T.new_empty(tokens.hidden_tD.shape),
+            None if is_frozen else self.coefficient_T.new_empty(layer.weight_vD.shape),
         )
+        self._is_first = True
+        """Nothing is in the weight's gradient: the first product is written, those after it are added."""
 
     def form(self, slices: list[slice], only_T: Tensor) -> None:
         """Of the chunks at `slices`, what comes from the tokens `only_T`."""
@@ -98,6 +100,8 @@ class _Pass:
         for part in self.tokens.chunks(slices):
             self._form_chunk(part, self.targets.at(part.index_c), only_T[part.index_c], e_cv[: len(part.index_c)])
         self.tokens.finish()
+        if self._is_first and self.gradients.weight_vD is not None:
+            self.gradients.weight_vD.zero_()  # there were no tokens
 
     def form_again(self, again_T: Tensor) -> None:
         """The chunks that have such tokens, from which nothing has come yet."""
@@ -156,7 +160,9 @@ class _Pass:
         scaled_cD = torch.empty_like(hidden_cD)
         for rows in in_cache(hidden_cD):
             torch.mul(hidden_cD[rows], a_c[rows, None], out=scaled_cD[rows])
-        add_product(e_cv.t(), scaled_cD, grad_vD)
+        form = product if self._is_first else add_product
+        form(e_cv.t(), scaled_cD, grad_vD)
+        self._is_first = False
         if self.layer.blocks:
             for rows in in_cache(hidden_cD):
                 grad_vD.index_add_(0, column_c[rows], of_target_c[rows, None] * hidden_cD[rows])

@@ -31,7 +31,7 @@ from megatron_mopd.objectives.logprob_head import (
     target_logprobs,
 )
 
-SCRATCH_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+SCRATCH_BYTES = {"cuda": 1 << 30, "cpu": 1 << 29}
 """Of what a chunk of tokens times this rank's vocabulary takes in training. Large, because each chunk reads and writes
 the weight's whole gradient."""
 
